@@ -1,0 +1,35 @@
+"""Phalanx: declare a Transformer once, then serve it and train it on any number of devices.
+
+The public names are loaded on first use, so that ``import phalanx`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "AsyncLLM": "phalanx.engine",
+    "EngineConfig": "phalanx.config",
+    "InferenceEngine": "phalanx.engine",
+    "LLM": "phalanx.engine",
+    "POLICIES": "phalanx.models",
+    "SamplingParams": "phalanx.engine",
+    "build_engine": "phalanx.engine",
+}
+
+__all__ = ["__version__", *_HOME_OF]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from the module where it lives."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}; its public names are {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})
