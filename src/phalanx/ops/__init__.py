@@ -1,0 +1,1 @@
+"""What a forward computes: plain functions over tensors, each with a PyTorch reference and faster back ends."""
