@@ -1,0 +1,33 @@
+"""How a logical tensor is cut over ranks and put together again. Integers and tensors only."""
+
+from phalanx.layout.heads import deal, kv_heads, query_heads
+from phalanx.layout.partition import (
+    Block,
+    Heads,
+    Partition,
+    Piece,
+    Sliceable,
+    attention_blocks,
+    grouped_attention_blocks,
+    local_shape,
+    merge,
+    pieces,
+    shard,
+)
+
+__all__ = [
+    "Block",
+    "Heads",
+    "Partition",
+    "Piece",
+    "Sliceable",
+    "attention_blocks",
+    "deal",
+    "grouped_attention_blocks",
+    "kv_heads",
+    "local_shape",
+    "merge",
+    "pieces",
+    "query_heads",
+    "shard",
+]
