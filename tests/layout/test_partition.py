@@ -211,5 +211,5 @@ def test_merge_refuses_wrong_shards():
         merge([], Partition.column(), (4,))
     with pytest.raises(ValueError, match=r"shard 1 of 2 .* needs torch.float32 \(1, 2\)"):
         merge([torch.ones(2, 2), torch.ones(2, 2)], Partition.column(), (3, 2))
-    with pytest.raises(ValueError, match="shard 1 of 2 is torch.float64"):
+    with pytest.raises(ValueError, match=r"shard 1 of 2 is torch\.float64"):
         merge([torch.ones(2, 2), torch.ones(2, 2).double()], Partition.column(), (4, 2))

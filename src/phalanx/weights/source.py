@@ -1,0 +1,89 @@
+"""What every source of weights looks like to those who read from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+import torch
+
+
+class WeightError(ValueError):
+    """Weights that cannot be used. `problems` lists every reason, and the message shows them all."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class TensorInfo(NamedTuple):
+    """What a tensor will look like when it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightSource(ABC):
+    """Named tensors that are read one by one, whole or in part. Subclass it to load weights from anywhere.
+
+    All methods but `verify` raise WeightError where they meet something that cannot be read.
+    """
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """The names of all tensors, each once."""
+
+    @abstractmethod
+    def info(self, name: str) -> TensorInfo:
+        """Shape and dtype of a tensor, without reading its values."""
+
+    @abstractmethod
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """A tensor, or the box of it that `index` cuts out (a slice with step 1 for each of its first dimensions).
+
+        A source on disk returns a contiguous CPU tensor of its own; one in memory may return a view.
+        """
+
+    def verify(self) -> list[str]:
+        """All problems that can be found before any values are read: absent, truncated or corrupt files, ..."""
+        return []
+
+    def tensor(self, name: str) -> SourceTensor:
+        """A tensor that is read when it is sliced."""
+        return SourceTensor(self, name, self.info(name))
+
+
+class SourceTensor:
+    """A tensor that still lies in its source; slicing reads just that part."""
+
+    def __init__(self, source: WeightSource, name: str, info: TensorInfo) -> None:
+        self._source = source
+        self.name = name
+        self.shape = torch.Size(info.shape)
+        self.dtype = info.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        slices = index if isinstance(index, tuple) else (index,)
+        if len(slices) > self.ndim or not all(isinstance(part, slice) and part.step in (None, 1) for part in slices):
+            raise TypeError(f"{self.name} of shape {tuple(self.shape)} is sliced by ranges of step 1, not by {index!r}")
+        return self._source.read(self.name, slices)
+
+    def load(self) -> torch.Tensor:
+        """The whole tensor."""
+        return self._source.read(self.name)
+
+    def __repr__(self) -> str:
+        return f"SourceTensor({self.name!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+def unknown_tensor(name: str, known: Iterable[str], where: object) -> WeightError:
+    """The error for a name that a source lacks, with the nearest ones that it has."""
+    near = get_close_matches(name, list(known), n=3)
+    hint = f"; the nearest names are {', '.join(near)}" if near else ""
+    return WeightError(f"{where} has no tensor named {name!r}{hint}")
