@@ -1,5 +1,6 @@
 """Model weights in and out."""
 
+from phalanx.weights.embedded import pull_smollm2
 from phalanx.weights.hf_folder import write_hf_folder
 from phalanx.weights.memory import MemorySource
 from phalanx.weights.open import open_source
@@ -16,5 +17,6 @@ __all__ = [
     "WeightError",
     "WeightSource",
     "open_source",
+    "pull_smollm2",
     "write_hf_folder",
 ]
