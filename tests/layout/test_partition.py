@@ -64,7 +64,7 @@ def numbered(shape):
     return torch.arange(prod(shape)).reshape(shape)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(cut_tensors(), WORLDS)
 def test_merge_is_the_inverse_of_shard(cut, world):
     partition, shape = cut
@@ -76,7 +76,7 @@ def test_merge_is_the_inverse_of_shard(cut, world):
     assert torch.equal(merge(shards, partition, shape), whole)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(cut_tensors(), WORLDS)
 def test_pieces_cover_every_element_as_often_as_they_say(cut, world):
     partition, shape = cut
@@ -91,6 +91,7 @@ def test_pieces_cover_every_element_as_often_as_they_say(cut, world):
     assert torch.equal(seen, promised) and bool((seen >= 1).all())
 
 
+@settings(deadline=None)
 @given(cut_tensors())
 def test_json_round_trip(cut):
     partition, _ = cut
@@ -143,6 +144,7 @@ class Lazy:
         return self.whole[index]
 
 
+@settings(deadline=None)
 @given(cut_tensors(), WORLDS)
 def test_shard_reads_only_its_pieces_of_a_lazy_tensor(cut, world):
     partition, shape = cut

@@ -18,11 +18,7 @@ class Tied(nn.Module):
 def test_a_module_gives_tied_parameters_under_each_name():
     module = Tied()
     source = open_source(module)
-    assert source.names() == ["embed.weight", "scale", "head.weight"] or sorted(source.names()) == [
-        "embed.weight",
-        "head.weight",
-        "scale",
-    ]
+    assert sorted(source.names()) == ["embed.weight", "head.weight", "scale"]
     read = source.read("head.weight")
     assert torch.equal(read, module.embed.weight) and not read.requires_grad
     assert torch.equal(source.tensor("embed.weight")[1:3], module.embed.weight[1:3])

@@ -76,7 +76,7 @@ def test_corrupt_files_are_explained(tmp_path, data, message):
     assert message in read(tmp_path, data).problems[0]
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 40), st.integers(0, 40))
 def test_no_content_makes_it_raise(tmp_path_factory, data, values, tensors):
     read(tmp_path_factory.getbasetemp(), header(data, values, tensor_count=tensors))

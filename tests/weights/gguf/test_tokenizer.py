@@ -2,7 +2,7 @@ import json
 
 import numpy
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -66,6 +66,7 @@ def test_rules_differ_in_contractions_and_newlines(trained):
 def test_ids_decode_to_the_text(trained, pre):
     tokenizer = built(trained, pre, add_bos_token=False)
 
+    @settings(deadline=None)
     @given(st.text(max_size=40))
     def check(text):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
@@ -151,6 +152,15 @@ def test_sentence_piece_merges_by_score(sentence_piece):
     assert tokenizer.convert_ids_to_tokens(tokenizer("ab").input_ids) == ["<s>", "▁ab"]
     # bc has the best score, so it is merged before ab could be
     assert tokenizer.convert_ids_to_tokens(tokenizer("abc a").input_ids) == ["<s>", "▁a", "bc", "▁a"]
+
+
+def test_sentence_piece_merges_equal_scores_from_the_left(sentence_piece):
+    runs = ["▁▁", "▁▁▁", "▁▁▁▁"]
+    sentence_piece["tokenizer.ggml.tokens"] += runs
+    sentence_piece["tokenizer.ggml.scores"] += [-1e9] * len(runs)
+    sentence_piece["tokenizer.ggml.token_type"] += [1] * len(runs)
+    tokenizer = build_tokenizer(sentence_piece)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("      c").input_ids) == ["<s>", "▁▁▁▁", "▁▁▁", "c"]
 
 
 def test_sentence_piece_falls_back_to_bytes_and_decodes(sentence_piece):

@@ -138,9 +138,12 @@ def _sentence_piece(values: Mapping[str, Any]) -> Tokenizer:
 
 
 def _merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair whose union has the best score: as a ranked list of pairs."""
+    """SentencePiece merges the pair whose union has the best score: as a ranked list of pairs.
+
+    Unions of equal score (runs of spaces) are merged from the left, so that the longest left part goes first.
+    """
     merges = [
-        (-scores[number], vocabulary[token[:cut]], vocabulary[token[cut:]], token[:cut], token[cut:])
+        (-scores[number], -cut, vocabulary[token[:cut]], vocabulary[token[cut:]], token[:cut], token[cut:])
         for token, number in vocabulary.items()
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
