@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.layout.heads import deal, kv_copies, kv_heads, query_heads
@@ -7,6 +7,7 @@ from phalanx.layout.heads import deal, kv_copies, kv_heads, query_heads
 WORLDS = st.integers(1, 16)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 100), WORLDS)
 def test_deal_covers_all_units_in_order_and_first_ranks_get_one_more(units, world):
     shares = [deal(units, rank, world) for rank in range(world)]
@@ -15,6 +16,7 @@ def test_deal_covers_all_units_in_order_and_first_ranks_get_one_more(units, worl
     assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10), st.integers(1, 8), WORLDS)
 def test_every_rank_is_a_uniform_group_query_problem(kv, group, world):
     queries = [query_heads(kv * group, kv, rank, world) for rank in range(world)]
@@ -28,6 +30,7 @@ def test_every_rank_is_a_uniform_group_query_problem(kv, group, world):
             assert [head // group for head in query] == [head for head in key for _ in range(local)]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10), st.integers(1, 8), WORLDS)
 def test_copies_counts_the_ranks_that_hold_a_kv_head(kv, group, world):
     keys = [kv_heads(kv * group, kv, rank, world) for rank in range(world)]
