@@ -1,0 +1,223 @@
+"""EngineCore: requests in, tokens out. It turns schedules into steps, launches them, and reads what they drew.
+
+Two loops stand side by side, with the same tokens. The plain one launches a step and reads it. The asynchronous one
+launches step n + 1 before step n is read: input ids come from the device's token table, so only what depends on a
+token's value (stop texts, end tokens) is known a step late, and the overshoot is discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from phalanx.engine.inference_engine import InferenceEngine
+from phalanx.engine.sampler import RowLogprobs
+from phalanx.engine.scheduler import Scheduler
+from phalanx.engine.sequence import Request
+from phalanx.engine.step import LOGITS_ALL, LOGITS_LAST, LOGITS_NONE, Row, Sampler, Step, Write
+from phalanx.engine.runner import StepResult
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A launched step that has not been read: what it names stays alive until then."""
+
+    step: Step
+    requests: list[Request]
+    result: StepResult
+
+
+class EngineCore:
+    """Runs requests to their end on an InferenceEngine.
+
+    Args:
+        engine: made with ``scheduled=True``.
+        asynchronous: which loop.
+        on_token: told (request, token) of each token in order; answers the stop reason that it completes, or None.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        asynchronous: bool,
+        on_token: Callable[[Request, int], str | None] = lambda request, token: None,
+    ) -> None:
+        self.engine = engine
+        self.kv = engine.kv
+        self.scheduler = Scheduler(engine.kv, engine.max_num_seqs, engine.token_budget)
+        self.on_token = on_token
+        self.asynchronous = asynchronous
+        self._flight: Flight | None = None
+        self._step_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._flight is not None
+
+    def add(self, request: Request) -> None:
+        """Queues a request."""
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request in whatever state it is; a finished one stays as it is."""
+        if not request.is_finished:
+            self._finish(request, "abort")
+
+    def step(self) -> list[Request]:
+        """Launches and reads once; returns the requests that got tokens or ended."""
+        return self._step_asynchronous() if self.asynchronous else self._step_plain()
+
+    def _step_plain(self) -> list[Request]:
+        flight = self._launch(drained=True)
+        return self._read(flight) if flight is not None else []
+
+    def _step_asynchronous(self) -> list[Request]:
+        following = self._launch(drained=self._flight is None)
+        finished_flight, self._flight = self._flight, following
+        return self._read(finished_flight) if finished_flight is not None else []
+
+    def check_idle(self) -> None:
+        """Raises RuntimeError if blocks or requests are left over when nothing runs."""
+        self.kv.check()
+        if not self.has_work and self.kv.pool.num_used:
+            raise RuntimeError(f"{self.kv.pool.num_used} KV blocks are in use while no request runs")
+
+    # -- launching
+
+    def _launch(self, drained: bool) -> Flight | None:
+        scheduled = self.scheduler.schedule(drained)
+        if not scheduled:
+            return None
+        rows, writes, samplers = [], [], []
+        for request, count in scheduled.items():
+            if request.sent_blocks < 0:
+                request.sent_blocks = 0
+                writes.append(Write(request.slot, 0, list(request.tokens)))
+                samplers.append((request.slot, sampler_of(request)))
+            rows.append(self._row(request, count))
+        step = Step(self._step_id, rows, writes, samplers)
+        self._step_id += 1
+        result = self.engine.executor.launch(step)
+        requests = list(scheduled)
+        for request, row in zip(requests, rows, strict=True):
+            request.num_computed += row.count
+            request.last_step = step.step_id
+            request.pending += row.draw
+        return Flight(step, requests, result)
+
+    def _row(self, request: Request, count: int) -> Row:
+        start = request.num_computed
+        draw = start + count == request.num_tokens and request.max_tokens > 0
+        logits = LOGITS_LAST if draw else LOGITS_NONE
+        if request.params.prompt_logprobs is not None and start < request.prompt_len:
+            logits = LOGITS_ALL
+        sent, request.sent_blocks = request.sent_blocks, request.num_blocks
+        new = [blocks[sent:] for blocks in request.blocks] if request.num_blocks > sent else []
+        return Row(request.slot, start, count, logits, draw, request.prompt_len, sent, new)
+
+    # -- reading
+
+    def _read(self, flight: Flight) -> list[Request]:
+        sampled = flight.result.sampled
+        touched: list[Request] = []
+        if sampled is None:
+            raise RuntimeError("a scheduled step was not sampled")
+        drawn = dict(zip(sampled.owner, sampled.tokens.tolist(), strict=True))
+        self._keep_logprobs(flight, sampled.logprobs, sampled.prompt_logprobs)
+        self.kv.step_completed(flight.step.step_id)
+        for index, (request, row) in enumerate(zip(flight.requests, flight.step.rows, strict=True)):
+            # Ended meanwhile: what the step computed for it is discarded.
+            if request.is_finished:
+                continue
+            end = row.start + row.count
+            self.kv.commit(request, end)
+            if row.draw:
+                request.pending -= 1
+                self._take(request, drawn[index])
+                touched.append(request)
+            elif request.max_tokens == 0 and end == request.prompt_len:
+                self._finish(request, "length")
+                touched.append(request)
+        return touched
+
+    def _take(self, request: Request, token: int) -> None:
+        if token < 0:
+            request.error = "the model's logits are not finite: its weights or this prompt overflow"
+            self._finish(request, "error")
+            return
+        request.tokens.append(token)
+        ends = token in request.stop_ids and request.num_generated > request.params.min_tokens
+        stop_text = self.on_token(request, token)
+        if ends:
+            request.stop_reason = token
+            self._finish(request, "stop")
+        elif stop_text is not None:
+            request.stop_reason = stop_text
+            self._finish(request, "stop")
+        elif request.num_generated >= request.max_tokens:
+            self._finish(request, "length")
+
+    def _finish(self, request: Request, reason: str) -> None:
+        self.scheduler.finish(request, reason)
+
+    def _keep_logprobs(
+        self, flight: Flight, logprobs: RowLogprobs | None, prompt_logprobs: RowLogprobs | None
+    ) -> None:
+        for index, position, entry in _logprob_entries(logprobs):
+            request = flight.requests[index]
+            if not request.is_finished and position == request.prompt_len + len(request.logprobs):
+                request.logprobs.append(entry)
+        for index, position, entry in _logprob_entries(prompt_logprobs):
+            request = flight.requests[index]
+            if not request.prompt_logprobs:
+                request.prompt_logprobs.append(None)
+            # Preempted and computed anew: what is known already comes again.
+            if position == len(request.prompt_logprobs):
+                request.prompt_logprobs.append(entry)
+
+
+def sampler_of(request: Request) -> Sampler:
+    """A request's sampling settings as the runner takes them."""
+    params = request.params
+    return Sampler(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        seed=request.seed,
+        prompt_len=request.prompt_len,
+        bias=list(params.logit_bias.items()),
+        bad_words=[list(word) for word in request.bad_words],
+        min_tokens=params.min_tokens,
+        end_ids=sorted(request.stop_ids),
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+    )
+
+
+def _logprob_entries(rows: RowLogprobs | None) -> Iterable[tuple[int, int, dict[int, float | None]]]:
+    """(row, position, {token: log-probability}) of each line; the chosen token first."""
+    if rows is None:
+        return
+    lines = zip(
+        rows.owner,
+        rows.positions,
+        rows.counts,
+        rows.chosen_ids.tolist(),
+        rows.chosen.tolist(),
+        rows.top_ids.tolist(),
+        rows.top.tolist(),
+        strict=True,
+    )
+    for owner, position, count, chosen_id, chosen, ids, values in lines:
+        entry = {chosen_id: finite(chosen)}
+        entry.update((token, finite(value)) for token, value in zip(ids[:count], values[:count], strict=True))
+        yield owner, position, entry
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where it is infinite or NaN: JSON knows neither."""
+    return value if -1e300 < value < 1e300 else None

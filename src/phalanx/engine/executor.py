@@ -1,0 +1,77 @@
+"""Executor: runs steps on all ranks. Rank 0 sends, the others follow."""
+
+from __future__ import annotations
+
+from phalanx.distributed.group import Group
+from phalanx.engine.runner import Runner, StepResult
+from phalanx.engine.step import Close, Fail, Message, Return, Serialize, Step, decode, encode
+from phalanx.models.serialized import save_parameters
+
+
+class Executor:
+    """Launches steps of one rank's runner, and tells the other ranks of a group to do the same.
+
+    Args:
+        runner: this rank's.
+        group: the tensor-parallel group.
+        leading: the other ranks follow this one's messages. Else each makes the same calls by itself.
+    """
+
+    def __init__(self, runner: Runner, group: Group, leading: bool) -> None:
+        self.runner = runner
+        self.group = group
+        self.leading = leading and group.size > 1
+
+    def launch(self, step: Step) -> StepResult:
+        """Starts a step on every rank; the result is still on the device."""
+        self.send(step)
+        return self.runner.launch(step)
+
+    def serialize(self, order: Serialize) -> None:
+        """Every rank writes its parameters; returns when all have."""
+        self.send(order)
+        self._serialize(order)
+
+    def send(self, message: Message) -> None:
+        """From rank 0 to the followers."""
+        if self.leading:
+            self.group.broadcast_bytes(encode(message))
+
+    def follow(self) -> Return | Close:
+        """On the other ranks: does what rank 0 says until a call or the engine ends.
+
+        Raises:
+            RemoteError: the call failed on rank 0.
+        """
+        while True:
+            message = decode(self.group.broadcast_bytes())
+            if isinstance(message, Step):
+                self.runner.launch(message)
+            elif isinstance(message, Serialize):
+                self._serialize(message)
+            elif isinstance(message, Fail):
+                raise RemoteError(message.kind, message.message)
+            else:
+                return message
+
+    def close(self) -> None:
+        """Ends the followers and the group."""
+        if self.leading:
+            try:
+                self.send(Close())
+            except RuntimeError:
+                # A rank that is gone needs no goodbye.
+                pass
+        self.group.close()
+
+    def _serialize(self, order: Serialize) -> None:
+        save_parameters(order.folder, order.policy, self.runner.model)
+        self.group.barrier()
+
+
+class RemoteError(RuntimeError):
+    """A call that failed on rank 0, seen on another rank."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind} on rank 0: {message}")
+        self.kind = kind

@@ -1,0 +1,99 @@
+"""How large the KV pool may be: measured, after a forward and a sampling at their limits."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from phalanx.distributed.group import Group
+from phalanx.engine.kv_storage import block_bytes
+from phalanx.engine.runner import Runner
+
+log = logging.getLogger("phalanx")
+
+
+def size_pool(runner: Runner, num_tokens: int, num_seqs: int, group: Group) -> int:
+    """Blocks of the pool, the dummy block included, equal on every rank.
+
+    Runs a forward of ``num_tokens`` tokens of ``num_seqs`` sequences, logits and sampler included, and gives the pool
+    ``memory_fraction`` of what is free beside the most that this took, but no more than the sequences can fill.
+
+    Raises:
+        MemoryError: not even a block fits; the figures are named.
+    """
+    model = runner.model
+    config = model.engine_config
+    size = block_bytes(model.kv_groups, config.block_size)
+    runner.allocate_kv(1)
+    activations = peak_of(lambda: runner.profile(num_tokens, num_seqs), runner.device)
+    if config.num_blocks is not None:
+        blocks = config.num_blocks
+    else:
+        per_sequence = -(-runner.max_len // config.block_size) * len(model.kv_groups)
+        useful = 1 + num_seqs * per_sequence
+        room = config.kv_cache_memory or int(config.memory_fraction * (free_bytes(runner.device) - activations))
+        if config.kv_cache_memory is None and runner.device.type == "cpu":
+            # Ranks on one machine share its memory.
+            room //= group.size
+        blocks = min(useful, room // size) if size else useful
+        if blocks < 2:
+            raise MemoryError(
+                f"a KV block takes {size} bytes and {room} bytes are left for the pool (a step takes {activations}): "
+                "lower max_num_batched_tokens, or raise kv_cache_memory or memory_fraction"
+            )
+    mine = torch.tensor([blocks], dtype=torch.int64, device=runner.device)
+    least = int(group.all_gather(mine, 0, [1] * group.size).min())
+    log.info("KV pool: %d blocks of %d tokens, %.2f GB", least, config.block_size, least * size / 1e9)
+    return least
+
+
+def peak_of(work: object, device: torch.device) -> int:
+    """Bytes that ``work()`` held at its peak above what was held before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()  # type: ignore[operator]
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    reset = Path("/proc/self/clear_refs")
+    try:
+        reset.write_text("5")
+    except OSError:
+        # Elsewhere than Linux the peak since the start stands in for it, which is larger.
+        log.debug("the peak of the resident memory cannot be reset here")
+    before = _resident("VmRSS")
+    work()  # type: ignore[operator]
+    return max(_resident("VmHWM") - before, 0)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be had on a device now; on the CPU within the container's limit too."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0].isdigit():
+        free = min(free, int(limit[0]) - int(used[0]))
+    return free
+
+
+def _resident(field: str) -> int:
+    for line in _lines("/proc/self/status"):
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,139 @@
+"""OpenedModel: whatever a user names as a model, as config, weights, tokenizer and end tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import phalanx.models
+from phalanx.config import EngineConfig
+from phalanx.distributed.group import Group
+from phalanx.models.base import TransformerModel
+from phalanx.models.hf_config import HFConfig, ModelConfigError, read_config, token_ids
+from phalanx.models.policy import POLICIES, InferencePolicy, policy_for
+from phalanx.models.serialized import is_serialized, read_manifest
+from phalanx.weights import WeightSource, open_source
+from phalanx.weights.dummy import DummySource
+from phalanx.weights.embedded import pull_smollm2
+from phalanx.weights.hub import is_hub_id, snapshot
+
+EMBEDDED = "smollm2"
+
+
+class OpenedModel:
+    """A model that has been found and whose config is read; weights come later.
+
+    Args:
+        model: a folder (Hugging Face or serialised), a GGUF file, a hub id, "smollm2", an ``nn.Module`` of
+            transformers, or anything that ``open_source`` takes together with ``hf_config``.
+        hf_config: the config, for sources that carry none.
+        tokenizer: a tokenizer, or where to find one; default: the model's own.
+
+    Raises:
+        ModelConfigError, WeightError: nothing usable there.
+    """
+
+    def __init__(self, model: Any, hf_config: Mapping[str, Any] | None = None, tokenizer: Any = None) -> None:
+        self.path: Path | None = None
+        self.manifest: dict[str, Any] | None = None
+        self.source: WeightSource | None = None
+        self._tokenizer = tokenizer
+        self.name = model if isinstance(model, str) else type(model).__name__
+        if isinstance(model, (str, Path)):
+            self.path = locate(str(model))
+            self.name = Path(str(model)).name
+        if self.path is not None and is_serialized(self.path):
+            self.manifest = read_manifest(self.path)
+            self.config = HFConfig(hf_config or self.manifest["config"])
+            return
+        if self.path is not None and self.path.is_dir() and any(self.path.glob("*.json")):
+            self.config = HFConfig(hf_config) if hf_config is not None else read_config(self.path)
+            return
+        self.source = open_source(self.path if self.path is not None else model)
+        self.config = HFConfig(hf_config if hf_config is not None else self._carried_config(model))
+
+    def _carried_config(self, model: Any) -> Mapping[str, Any]:
+        if isinstance(model, nn.Module) and hasattr(model, "config"):
+            return dict(model.config.to_dict())
+        if hasattr(self.source, "hf_config"):
+            return dict(self.source.hf_config())  # type: ignore[union-attr]
+        raise ModelConfigError(f"{self.name} carries no model config: pass hf_config=")
+
+    def build(self, config: EngineConfig, group: Group) -> tuple[TransformerModel, str]:
+        """The model with its parameters, and the name of the policy that built it."""
+        phalanx.models.load_families()
+        if config.load_format == "dummy":
+            policy = policy_for(self.config)(self.config, source=DummySource(dict(self.config.given)))
+        elif self.manifest is not None:
+            kind = next((p for p in POLICIES.values() if p.__name__ == self.manifest["policy"]), None)
+            if kind is None:
+                raise ModelConfigError(f"serialised by {self.manifest['policy']}, which is not known here: import it")
+            policy = kind(self.config, inference_checkpoint=self.path)
+            if config.dtype == "auto":
+                config = config.model_copy(update={"dtype": self.manifest["dtype"]})
+        else:
+            kind = policy_for(self.config)
+            if self.source is None:
+                self.source = open_source(self.path)
+            policy = kind(self.config, source=self.source)
+        return policy.build_model(config, group), type(policy).__name__
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, None for a model that has none (token ids must be given then)."""
+        if self._tokenizer is None or isinstance(self._tokenizer, (str, Path)):
+            self._tokenizer = self._load_tokenizer()
+        return self._tokenizer
+
+    def _load_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        if self._tokenizer is not None:
+            return AutoTokenizer.from_pretrained(str(self._tokenizer))
+        if hasattr(self.source, "tokenizer"):
+            return self.source.tokenizer()  # type: ignore[union-attr]
+        if self.path is not None and self.path.is_dir() and any(self.path.glob("tokenizer*")):
+            return AutoTokenizer.from_pretrained(str(self.path))
+        return None
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every id that the config, the generation config or the tokenizer calls an end."""
+        found = set(self.config.eos_token_ids)
+        generation = self.path / "generation_config.json" if self.path is not None else None
+        if generation is not None and generation.is_file():
+            try:
+                found |= token_ids(json.loads(generation.read_text()).get("eos_token_id"))
+            except (OSError, ValueError, AttributeError) as error:
+                raise ModelConfigError(f"{generation} cannot be read: {error}") from None
+        if self.tokenizer() is not None:
+            found |= token_ids(self.tokenizer().eos_token_id)
+        return frozenset(found)
+
+    def spec(self) -> str | None:
+        """What another process opens to get the same model; None where it lives in this one's memory."""
+        return str(self.path.absolute()) if self.path is not None else None
+
+
+def locate(model: str) -> Path | None:
+    """The folder or file of a model's name, pulled first if need be.
+
+    Raises:
+        ModelConfigError: there is no such thing.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if model == EMBEDDED:
+        return pull_smollm2()
+    if is_hub_id(model):
+        return snapshot(model, None)
+    raise ModelConfigError(f"{model!r} is neither a folder, a file, {EMBEDDED!r} nor a hub id (owner/name)")
+
+
+def known_policies() -> dict[str, type[InferencePolicy]]:
+    """All policies by model type, the built-in families included."""
+    phalanx.models.load_families()
+    return dict(POLICIES)

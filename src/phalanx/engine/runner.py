@@ -1,0 +1,157 @@
+"""Runner: one rank's half of a step. It keeps the tables that steps change, builds the RaggedBatch and runs the forward.
+
+Two tables live on the device, a row a slot: the tokens (prompts are written, drawn tokens are written back, input ids
+are read from it, so that a step never waits for the host to learn the last one's tokens) and the blocks. All index
+arithmetic is done for the whole batch at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.engine.kv_storage import KVStorage
+from phalanx.engine.sampler import SampledRows, SamplerTable
+from phalanx.engine.step import LOGITS_ALL, LOGITS_LAST, LOGITS_NONE, Row, Step
+from phalanx.models.base import TransformerModel
+from phalanx.ops.batch import RaggedBatch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a launched step left on the device.
+
+    Attributes:
+        logits: float32 [R, vocab] of a step whose tokens were given, else None.
+        sampled: drawn tokens and log-probabilities of any other step.
+    """
+
+    logits: Tensor | None
+    sampled: SampledRows | None
+
+
+class Runner:
+    """Runs steps of one model on one rank.
+
+    Args:
+        model: with its parameters in place.
+        num_slots: sequences that can be known at once.
+        max_len: tokens of a sequence, at most.
+        sampling: whether tokens are drawn here; else each step is given its tokens and returns logits.
+    """
+
+    def __init__(self, model: TransformerModel, num_slots: int, max_len: int, sampling: bool) -> None:
+        self.model = model
+        self.block_size = model.engine_config.block_size
+        self.device = model.device
+        self.max_len = max_len
+        num_blocks = -(-max_len // self.block_size)
+        # One column more than the longest sequence: where an unread token of a sequence at its end is written.
+        # Not cleared: columns past a sequence's tokens are never used.
+        columns = max_len + 1 if sampling else 0
+        self.tokens = torch.empty(num_slots, columns, dtype=torch.int64, device=self.device)
+        self.block_tables = [
+            torch.zeros(num_slots, num_blocks, dtype=torch.int32, device=self.device) for _ in model.kv_groups
+        ]
+        self.samplers = SamplerTable(self.tokens, model.vocab_size) if sampling else None
+        self.storage: KVStorage | None = None
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Makes the KV pool, the dummy block included."""
+        self.storage = KVStorage(self.model.kv_groups, num_blocks, self.block_size, self.device)
+        self.model.set_kv_cache(self.storage.layers(self.model.num_layers))
+
+    def launch(self, step: Step) -> StepResult:
+        """One forward, and the sampling as a launch of its own behind it."""
+        self._apply(step)
+        batch, logit_rows = self.build_batch(step.rows, step.given)
+        logits = self.model.forward(batch)
+        if self.samplers is None or step.given is not None:
+            return StepResult(logits, None)
+        return StepResult(None, self.samplers.sample(logits, step.rows, logit_rows))
+
+    def build_batch(self, rows: list[Row], given: list[int] | None) -> tuple[RaggedBatch, np.ndarray[Any, Any]]:
+        """The batch of these rows, and for each row of logits the index of the ``rows`` entry that it belongs to.
+
+        Input ids are ``given``, or else read from the token table.
+        """
+        slots, starts, counts, wanted, rope_lens = (
+            np.fromiter((getattr(row, name) for row in rows), np.int64, len(rows))
+            for name in ("slot", "start", "count", "logits", "rope_len")
+        )
+        ends = np.cumsum(counts)
+        owner = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(int(ends[-1]), dtype=np.int64) - (ends - counts)[owner] + starts[owner]
+        is_last = np.zeros(len(owner), dtype=bool)
+        is_last[ends - 1] = True
+        with_logits = np.flatnonzero((wanted[owner] == LOGITS_ALL) | (is_last & (wanted[owner] != LOGITS_NONE)))
+        seq_lens = starts + counts
+        max_seq_len = int(seq_lens.max())
+        num_columns = -(-max_seq_len // self.block_size)
+
+        place = self._upload
+        token_slots, token_positions = place(slots[owner]), place(positions)
+        slot_index = place(slots)
+        columns = token_positions // self.block_size
+        offsets = token_positions % self.block_size
+        batch = RaggedBatch(
+            input_ids=self.tokens[token_slots, token_positions] if given is None else place(np.array(given, np.int64)),
+            positions=token_positions,
+            cu_seqlens_q=place(np.concatenate(([0], ends)).astype(np.int32)),
+            seq_lens=place(seq_lens.astype(np.int32)),
+            slot_mapping=tuple(
+                table[token_slots, columns].long() * self.block_size + offsets for table in self.block_tables
+            ),
+            block_tables=tuple(table[slot_index, :num_columns] for table in self.block_tables),
+            logits_indices=place(with_logits),
+            rope_lens=place(np.maximum(rope_lens[owner], positions + 1)),
+            max_query_len=int(counts.max()),
+            max_seq_len=max_seq_len,
+        )
+        return batch, owner[with_logits]
+
+    def profile(self, num_tokens: int, num_seqs: int) -> None:
+        """One forward and sampling at the limits, on the dummy block: what follows never needs more memory.
+
+        The last sequence is as long as one can be. Layers follow one another in the same memory, so one stands for all.
+        """
+        self.tokens.zero_()
+        each = max(num_tokens // num_seqs, 1)
+        rest = min(num_tokens - each * (num_seqs - 1), self.max_len)
+        rows = [Row(slot, 0, min(each, self.max_len), LOGITS_LAST, True, 0, 0, []) for slot in range(num_seqs - 1)]
+        rows.append(Row(num_seqs - 1, self.max_len - rest, rest, LOGITS_LAST, True, 0, 0, []))
+        batch, logit_rows = self.build_batch(rows, [0] * sum(row.count for row in rows))
+        logits = self.model.forward(batch, layers=range(min(1, self.model.num_layers)))
+        if self.samplers is not None:
+            self.samplers.sample(logits, rows, logit_rows, worst_case=True)
+
+    def _apply(self, step: Step) -> None:
+        """Brings the tables up to date."""
+        if self.samplers is not None:
+            for slot, sampler in step.samplers:
+                self.samplers.set(slot, sampler)
+        if step.writes:
+            self._scatter(self.tokens, [(w.slot, w.start, w.tokens) for w in step.writes])
+        for group, table in enumerate(self.block_tables):
+            changes = [(row.slot, row.first_block, row.blocks[group]) for row in step.rows if row.blocks]
+            if changes:
+                self._scatter(table, changes)
+
+    def _scatter(self, table: Tensor, changes: list[tuple[int, int, list[int]]]) -> None:
+        """Writes runs of values into rows of a table: (row, first column, values) each."""
+        counts = np.fromiter((len(values) for _, _, values in changes), np.int64, len(changes))
+        total = int(counts.sum())
+        values = np.fromiter(itertools.chain.from_iterable(values for _, _, values in changes), np.int64, total)
+        rows = np.repeat(np.fromiter((row for row, _, _ in changes), np.int64, len(changes)), counts)
+        firsts = np.fromiter((first for _, first, _ in changes), np.int64, len(changes))
+        begins = np.cumsum(counts) - counts
+        columns = np.arange(total) + np.repeat(firsts - begins, counts)
+        table[self._upload(rows), self._upload(columns)] = self._upload(values).to(table.dtype)
+
+    def _upload(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -1,0 +1,111 @@
+"""What rank 0 tells the other ranks of a step: a small typed message, only what has changed."""
+
+from __future__ import annotations
+
+import msgspec
+
+LOGITS_NONE, LOGITS_LAST, LOGITS_ALL = 0, 1, 2
+
+
+class Sampler(msgspec.Struct, array_like=True, frozen=True):
+    """How the rows of a slot are sampled; what ``SamplingParams`` says, as numbers. -1 for "not wanted" of logprobs."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    prompt_len: int
+    bias: list[tuple[int, float]]
+    bad_words: list[list[int]]
+    min_tokens: int
+    end_ids: list[int]
+    logprobs: int
+    prompt_logprobs: int
+
+
+class Write(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens that go into a slot's row of the token table, from column ``start`` on."""
+
+    slot: int
+    start: int
+    tokens: list[int]
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """``count`` tokens of a slot, from position ``start`` on, to be computed.
+
+    Attributes:
+        logits: LOGITS_NONE, LOGITS_LAST or LOGITS_ALL of these tokens.
+        draw: whether a token is drawn from the last one's logits.
+        rope_len: length that decides the rope of its tokens, unless their own position + 1 is larger.
+        first_block: column of the block table that ``blocks`` go to.
+        blocks: new blocks a KV group.
+    """
+
+    slot: int
+    start: int
+    count: int
+    logits: int
+    draw: bool
+    rope_len: int
+    first_block: int
+    blocks: list[list[int]]
+
+
+class Step(msgspec.Struct, tag="step", frozen=True):
+    """One forward. Its input ids are ``given``, one after the other, and its result are logits; or they come from the
+    token table (``given`` is None), and its rows draw tokens into it."""
+
+    step_id: int
+    rows: list[Row]
+    writes: list[Write]
+    samplers: list[tuple[int, Sampler]]
+    given: list[int] | None = None
+
+
+class Return(msgspec.Struct, tag="return", frozen=True):
+    """A call has ended on rank 0 with this encoded result."""
+
+    payload: bytes
+
+
+class Fail(msgspec.Struct, tag="fail", frozen=True):
+    """A call has ended on rank 0 with an error of this kind."""
+
+    kind: str
+    message: str
+
+
+class Serialize(msgspec.Struct, tag="serialize", frozen=True):
+    """Write this rank's parameters into a folder."""
+
+    folder: str
+    policy: str
+
+
+class Close(msgspec.Struct, tag="close", frozen=True):
+    """The engine ends."""
+
+
+Message = Step | Return | Fail | Serialize | Close
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """The message that ``encode`` wrote.
+
+    Raises:
+        msgspec.DecodeError: anything else.
+    """
+    result: Message = _decoder.decode(data)
+    return result

@@ -1,0 +1,104 @@
+"""From token ids to text as they come: no half characters, no part of a stop text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """The text of one answer, token by token. ``take`` hands out what is certain; all that it hands out, joined, is the
+    final text, and without stop texts that is the tokenizer's own decoding of all ids.
+
+    Args:
+        tokenizer: of transformers; ``decode`` is all that is used.
+        stop: texts that end the answer, earliest place first.
+        include_stop: whether the stop text belongs to the answer.
+        skip_special_tokens: as in ``decode``.
+        min_tokens: a stop text does not count unless it is completed after this many tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._skip = skip_special_tokens
+        self._min_tokens = min_tokens
+        self._ids: list[int] = []
+        # Decoding looks back to `_window`: what a token adds may depend on the tokens before it (spaces, bytes).
+        self._window = self._read = 0
+        self._search_from = 0
+        self._taken = 0
+        self.text = ""
+        self.stopped: str | None = None
+        self._closed = False
+
+    def push(self, token: int) -> str | None:
+        """Adds a token; returns the stop text that it completes, if any."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._window : self._read])
+        now = self._decode(self._ids[self._window :])
+        if now.endswith(REPLACEMENT) or len(now) <= len(before):
+            # Bytes of a character that is not whole yet, or a token without text.
+            return None
+        self._window, self._read = self._read, len(self._ids)
+        return self._add(now[len(before) :])
+
+    def close(self) -> None:
+        """No more tokens: what was held back belongs to the text."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.stopped is None:
+            before = self._decode(self._ids[self._window : self._read])
+            self._add(self._decode(self._ids[self._window :])[len(before) :])
+
+    def take(self) -> str:
+        """What is certain and was not taken before."""
+        end = len(self.text) if self._closed or self.stopped is not None else len(self.text) - self._held()
+        piece, self._taken = self.text[self._taken : end], max(end, self._taken)
+        return piece
+
+    def _add(self, piece: str) -> str | None:
+        self.text += piece
+        if len(self._ids) <= self._min_tokens:
+            self._search_from = len(self.text)
+            return None
+        places = [(place, stop) for stop in self._stop if (place := self.text.find(stop, self._search_from)) >= 0]
+        if not places:
+            longest = max(map(len, self._stop), default=0)
+            self._search_from = max(self._search_from, len(self.text) - longest + 1)
+            return None
+        place, stop = min(places, key=lambda found: found[0])
+        self.text = self.text[: place + len(stop) * self._include_stop]
+        self.stopped = stop
+        return stop
+
+    def _held(self) -> int:
+        """Characters at the end that may be the beginning of a stop text."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self.text)), longest, -1):
+                if self.text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        )
+
+
+def decode_all(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """The text of all ids, as a TextStream without stop texts gives it."""
+    return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))

@@ -1,0 +1,292 @@
+"""The modules of a Transformer layer: each knows how its parameters are cut and laid out, and how it computes.
+
+A module's ``transform`` takes a checkpoint tensor, or its parts in block order (lazy file slices included), cuts first,
+then joins, then converts. Activations are ragged: [T, hidden], T tokens of all sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.distributed.group import Group
+from phalanx.layout.partition import Block, Partition, local_shape, shard
+from phalanx.models.parameter import InferenceParameter
+from phalanx.ops import activation, attention, norm, registry, rope
+from phalanx.ops.batch import RaggedBatch
+from phalanx.ops.linear import PreparedWeight, embedding_lookup, linear, prepare_linear
+
+
+# Importing them registers their implementations.
+REGISTERED = (activation, attention, norm, rope)
+
+
+class Placement:
+    """Where parameters go: rank and world, device and dtype, and the back ends that the user forced.
+
+    Args:
+        group: the tensor-parallel group.
+        device, dtype: of parameters and activations.
+        forced: op -> implementation name.
+    """
+
+    def __init__(self, group: Group, device: torch.device, dtype: torch.dtype, forced: dict[str, str]) -> None:
+        self.group = group
+        self.device = device
+        self.dtype = dtype
+        self.forced = forced
+
+    def cut(self, value: Any, partition: Partition) -> Tensor:
+        """This rank's part of a full tensor (or lazy file tensor), in the model's dtype, on its device, own storage."""
+        part = shard(value, partition, self.group.rank, self.group.size)
+        # A module in memory stays its owner's: what it changes later must not change us.
+        shared = isinstance(value, Tensor) and part.data_ptr() == value.data_ptr()
+        return part.to(device=self.device, dtype=self.dtype, copy=shared)
+
+    def op(self, name: str) -> Any:
+        """The implementation of an op for this device and dtype."""
+        return registry.select(name, device=self.device, dtype=self.dtype, forced=self.forced.get(name))
+
+
+def split_sizes(blocks: Sequence[Block], group: Group) -> list[int]:
+    """This rank's length of each block."""
+    partitions = [Partition.column(blocks=(block,)) for block in blocks]
+    return [local_shape(p, (b.size,), group.rank, group.size)[0] for p, b in zip(partitions, blocks, strict=True)]
+
+
+class Linear:
+    """``x @ W.T + b`` with the weight cut by output features (column) or input features (row).
+
+    A row-cut weight gives partial sums: they are added up over the ranks, then the bias once.
+
+    Args:
+        placement: where it lies.
+        partition: column or row, with its blocks.
+        in_features, out_features: full sizes.
+    """
+
+    def __init__(self, placement: Placement, partition: Partition, in_features: int, out_features: int) -> None:
+        self.placement = placement
+        self.partition = partition
+        self.in_features = in_features
+        self.out_features = out_features
+        self.is_row = partition.kind == "row"
+
+    def transform(self, value: Any) -> InferenceParameter | None:
+        """A weight [out, in] or bias [out], whole or as its parts in block order -> this rank's; None stays None."""
+        parts = list(value) if isinstance(value, (list, tuple)) else [value]
+        if all(part is None for part in parts):
+            return None
+        if any(part is None for part in parts):
+            raise ValueError(f"{len(parts)} parts of one fused weight, of which the checkpoint lacks some: give all or none")
+        is_bias = len(parts[0].shape) == 1
+        if is_bias and self.is_row:
+            tensor = self.placement.cut(parts[0], Partition.replicate())
+        elif len(parts) == 1:
+            tensor = self.placement.cut(parts[0], self.partition)
+        else:
+            tensor = self._join(parts)
+        return InferenceParameter(tensor) if is_bias else prepared(tensor, self.placement)
+
+    def _join(self, parts: list[Any]) -> Tensor:
+        blocks = self.partition.blocks
+        if len(parts) != len(blocks):
+            raise ValueError(f"{len(parts)} parts were given for a weight of {len(blocks)} blocks")
+        cuts = [self.placement.cut(part, Partition.column(blocks=(block,))) for part, block in zip(parts, blocks, strict=True)]
+        return torch.cat(cuts)
+
+    def __call__(self, x: Tensor, weight: InferenceParameter, bias: InferenceParameter | None = None) -> Tensor:
+        """x [T, in of this rank] -> [T, out of this rank]; for a row-cut weight the full sum on every rank."""
+        shift = None if bias is None else bias.data
+        if not self.is_row or self.placement.group.size == 1:
+            return linear(x, as_prepared(weight), shift)
+        total = self.placement.group.all_reduce(linear(x, as_prepared(weight)))
+        return total if shift is None else total + shift
+
+
+def prepared(weight: Tensor, placement: Placement) -> InferenceParameter:
+    """A weight in the layout that the device's matmul likes."""
+    result = prepare_linear(weight, forced=placement.forced.get("linear"))
+    shape = (result.out_features, result.in_features)
+    return PreparedParameter(result.data, result.layout, shape, result.aux, result)
+
+
+class PreparedParameter(InferenceParameter):
+    """An InferenceParameter that keeps the prepared weight which its tensors make up."""
+
+    def __init__(
+        self, data: Tensor, layout: str, shape: tuple[int, ...], aux: Any = None, weight: PreparedWeight | None = None
+    ) -> None:
+        super().__init__(data, layout, shape, aux or {})
+        self.weight = weight
+
+
+def as_prepared(parameter: InferenceParameter) -> PreparedWeight:
+    """The prepared weight of a parameter."""
+    if isinstance(parameter, PreparedParameter) and parameter.weight is not None:
+        return parameter.weight
+    raise TypeError(f"a {type(parameter).__name__} of layout {parameter.layout!r} is not a prepared linear weight")
+
+
+class Norm:
+    """RMSNorm or LayerNorm over the hidden size, alone or after a residual addition.
+
+    Args:
+        kind: "rms_norm" or "layer_norm".
+        eps: the model's epsilon.
+    """
+
+    def __init__(self, placement: Placement, kind: str, eps: float) -> None:
+        self.placement = placement
+        self.kind = kind
+        self.eps = eps
+        self._norm = placement.op(kind)
+        self._add_norm = placement.op("add_rms_norm") if kind == "rms_norm" else None
+
+    def transform(self, value: Any) -> InferenceParameter | None:
+        return None if value is None else InferenceParameter(self.placement.cut(value, Partition.replicate()))
+
+    def __call__(self, x: Tensor, weight: InferenceParameter, bias: InferenceParameter | None = None) -> Tensor:
+        """x [T, hidden] -> its norm."""
+        if self.kind == "rms_norm":
+            return self._norm(x, weight.data, self.eps)
+        return self._norm(x, weight.data, None if bias is None else bias.data, self.eps)
+
+    def add(
+        self, x: Tensor, residual: Tensor | None, weight: InferenceParameter, bias: InferenceParameter | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual); without a residual, (norm of x, x)."""
+        if residual is None:
+            return self(x, weight, bias), x
+        if self._add_norm is not None:
+            return self._add_norm(x, residual, weight.data, self.eps)
+        total = x + residual
+        return self(total, weight, bias), total
+
+
+class Attention:
+    """Attention of this rank's heads over the blocked KV cache, rope and the write of new K and V included.
+
+    Args:
+        num_heads, num_kv_heads: this rank's; head_dim of both.
+        scale: factor of the scores.
+        window: keys that a query sees, itself included; None for all.
+        soft_cap: bound of the scores by tanh; None for none.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        interleaved_rope: bool = False,
+    ) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.scale, self.window, self.soft_cap = scale, window, soft_cap
+        self.interleaved_rope = interleaved_rope
+        self._attention = placement.op("attention")
+        self._rope_write = placement.op("rope_write_kv")
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        kv: tuple[Tensor, Tensor],
+        batch: RaggedBatch,
+        kv_group: int,
+        cos_sin: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """qkv [T, (heads + 2 kv_heads) * head_dim] of this rank -> [T, heads * head_dim]."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        q = heads[:, : self.num_heads]
+        k = heads[:, self.num_heads : self.num_heads + self.num_kv_heads]
+        v = heads[:, self.num_heads + self.num_kv_heads :]
+        cos, sin = cos_sin if cos_sin is not None else (None, None)
+        q = self._rope_write(
+            q, k, v, cos, sin, batch.slot_mapping[kv_group], *kv, interleaved=self.interleaved_rope
+        )
+        out = self._attention(
+            q,
+            *kv,
+            batch.block_tables[kv_group],
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            scale=self.scale,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+        )
+        return out.reshape(out.shape[0], -1)
+
+
+class Embedding:
+    """Rows of a table that is cut by vocabulary: each rank looks up the ids that it owns, the ranks add up.
+
+    Args:
+        vocab_size, hidden_size: full sizes.
+        tied: the table is also the head's weight, and lies in the head's layout.
+    """
+
+    def __init__(self, placement: Placement, vocab_size: int, hidden_size: int, tied: bool) -> None:
+        self.placement, self.tied = placement, tied
+        self.first, self.rows = vocab_range(vocab_size, placement.group)
+
+    def transform(self, value: Any) -> InferenceParameter:
+        table = self.placement.cut(value, Partition.vocab())
+        return prepared(table, self.placement) if self.tied else InferenceParameter(table)
+
+    def __call__(self, ids: Tensor, table: InferenceParameter) -> Tensor:
+        """ids int64 [T] -> [T, hidden]."""
+        if self.placement.group.size == 1:
+            return self._lookup(ids, table)
+        if self.rows == 0:
+            return self.placement.group.all_reduce(self._zeros(ids, table))
+        local = ids - self.first
+        owned = (local >= 0) & (local < self.rows)
+        found = self._lookup(torch.where(owned, local, 0), table)
+        return self.placement.group.all_reduce(torch.where(owned[:, None], found, 0))
+
+    def _lookup(self, ids: Tensor, table: InferenceParameter) -> Tensor:
+        if isinstance(table, PreparedParameter):
+            return embedding_lookup(as_prepared(table), ids)
+        return torch.nn.functional.embedding(ids, table.data)
+
+    def _zeros(self, ids: Tensor, table: InferenceParameter) -> Tensor:
+        return torch.zeros(ids.shape[0], table.shape[1], dtype=self.placement.dtype, device=ids.device)
+
+
+class Unembedding:
+    """Logits over the vocabulary, which is cut over the ranks and put together on each.
+
+    Args:
+        vocab_size, hidden_size: full sizes.
+    """
+
+    def __init__(self, placement: Placement, vocab_size: int, hidden_size: int) -> None:
+        self.placement = placement
+        group = placement.group
+        self._sizes = [local_shape(Partition.vocab(), (vocab_size,), rank, group.size)[0] for rank in range(group.size)]
+
+    def transform(self, value: Any) -> InferenceParameter:
+        return prepared(self.placement.cut(value, Partition.vocab()), self.placement)
+
+    def transform_bias(self, value: Any) -> InferenceParameter | None:
+        return None if value is None else InferenceParameter(self.placement.cut(value, Partition.vocab()))
+
+    def __call__(self, x: Tensor, weight: InferenceParameter, bias: InferenceParameter | None = None) -> Tensor:
+        """x [R, hidden] -> float32 [R, vocab_size], equal on every rank."""
+        logits = linear(x, as_prepared(weight), None if bias is None else bias.data).float()
+        return self.placement.group.all_gather(logits, -1, self._sizes)
+
+
+def vocab_range(vocab_size: int, group: Group) -> tuple[int, int]:
+    """First row and number of rows of this rank's part of a vocabulary."""
+    sizes = [local_shape(Partition.vocab(), (vocab_size,), rank, group.size)[0] for rank in range(group.rank + 1)]
+    return sum(sizes[:-1]), sizes[-1]

@@ -1,0 +1,19 @@
+"""Norm weights and biases."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.models.parameter import InferenceParameter, ParameterBase
+
+
+class NormParameter(ParameterBase):
+    """Weight or bias of a norm over the hidden size."""
+
+    params: torch.Tensor
+
+    def finalize(self) -> InferenceParameter | None:
+        return self.inference_model.transform_norm_param(self.params)
+
+    def expected_shape(self, dependency: str, ndim: int) -> tuple[int, ...]:
+        return (self.inference_model.hidden_size,)

@@ -1,0 +1,142 @@
+"""InferencePolicy: how a model is put together from a weight source, or from a serialised inference checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from phalanx.config import EngineConfig
+from phalanx.distributed.group import Group
+from phalanx.models.container import LayerContainer
+from phalanx.models.container_map import ContainerMap
+from phalanx.models.hf_config import HFConfig, ModelConfigError
+from phalanx.models.parameter import DeclarationError
+from phalanx.models.serialized import restore_parameters
+from phalanx.weights import WeightError, WeightSource
+
+if TYPE_CHECKING:
+    from phalanx.models.base import TransformerModel
+
+POLICIES: dict[str, type[InferencePolicy]] = {}
+"""Every policy by the Hugging Face ``model_type`` that it serves; a policy enters by being defined."""
+
+
+class InferencePolicy:
+    """Assembles a model of one architecture. A usual one only names its parts::
+
+        class LlamaPolicy(InferencePolicy):
+            model_types = ("llama",)
+            model_class = TransformerModel
+            layer_container = LlamaLayer
+            outer_container = LlamaOuter
+
+    Args:
+        model_config: the Hugging Face config.
+        source: where the weights come from, or
+        inference_checkpoint: a folder that ``serialize`` wrote. Exactly one of the two.
+
+    Attributes:
+        model_types: the ``model_type``s that it serves; () keeps a policy out of POLICIES.
+        layer_prefix: where the layers' tensors are found, one prefix or several.
+        unmapped: prefixes or patterns of tensors to ignore.
+
+    Raises:
+        DeclarationError: at class definition, another policy serves the model type already (``replace=True`` in the
+            class statement replaces it).
+        ValueError: both or neither of ``source`` and ``inference_checkpoint``.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+    model_class: ClassVar[type[TransformerModel]]
+    layer_container: ClassVar[type[LayerContainer]]
+    outer_container: ClassVar[type[LayerContainer]]
+    layer_prefix: ClassVar[str | Sequence[str]] = "model.layers"
+    unmapped: ClassVar[Sequence[str]] = ("*.rotary_emb.inv_freq",)
+
+    def __init_subclass__(cls, replace: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if isinstance(cls.model_types, str):
+            raise DeclarationError(f"{cls.__name__}: model_types is a tuple of names, given the string {cls.model_types!r}")
+        for model_type in vars(cls).get("model_types", ()):
+            known = POLICIES.get(model_type)
+            same = known is not None and (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
+            if known is not None and not same and not replace:
+                raise DeclarationError(
+                    f"{cls.__name__}: {known.__module__}.{known.__name__} serves model_type {model_type!r} already; "
+                    f"write `class {cls.__name__}(..., replace=True)` to take its place"
+                )
+            POLICIES[model_type] = cls
+
+    def __init__(
+        self,
+        model_config: HFConfig,
+        source: WeightSource | None = None,
+        inference_checkpoint: str | Path | None = None,
+    ) -> None:
+        if (source is None) == (inference_checkpoint is None):
+            given = "both" if source is not None else "neither"
+            raise ValueError(f"{type(self).__name__} takes a weight source or an inference checkpoint, given {given}")
+        self.model_config = model_config
+        self.source = source
+        self.inference_checkpoint = inference_checkpoint
+
+    def build_model(self, engine_config: EngineConfig, group: Group) -> TransformerModel:
+        """The model with all its parameters in place."""
+        self.model = self.instantiate_model(engine_config, group)
+        self.populate_model_parameters()
+        return self.model
+
+    def instantiate_model(self, engine_config: EngineConfig, group: Group) -> TransformerModel:
+        """The model without parameters; override to choose its class from the config."""
+        return self.model_class(self.model_config, engine_config, group)
+
+    def make_layer_container(self, model: TransformerModel, layer: int) -> LayerContainer:
+        """The container of one layer; override where layers differ."""
+        return self.layer_container(model)
+
+    def build_container_map(self) -> ContainerMap:
+        """The containers of ``self.model`` and the names that they are found under."""
+        result = ContainerMap()
+        layers = [self.make_layer_container(self.model, layer) for layer in range(self.model.num_layers)]
+        result.set_transformer_params(self.layer_prefix, layers)
+        result.set_non_transformer_params(self.outer_container(self.model))
+        result.set_unmapped_params(self.unmapped)
+        result.set_unmapped_params(self.model.unmapped_params())
+        return result
+
+    def populate_model_parameters(self) -> None:
+        """Fills the containers, from the source or from the serialised checkpoint, and hands them to the model.
+
+        Raises:
+            WeightError: listing all faults; those that the source's headers show, before anything is allocated.
+        """
+        containers = self.build_container_map()
+        if self.source is not None:
+            problems = self.source.verify()
+            if problems:
+                raise WeightError(*problems)
+            names = list(self.source.names())
+            containers.begin({name: self.source.info(name).shape for name in names})
+            for name in names:
+                containers.map_param(name, self.source.tensor(name))
+        else:
+            restore_parameters(str(self.inference_checkpoint), type(self).__name__, self.model, containers)
+        containers.validate()
+        self.model.set_parameters(containers.transformer_params, containers.non_transformer_params)
+
+
+def policy_for(model_config: HFConfig) -> type[InferencePolicy]:
+    """The policy of a config's ``model_type``.
+
+    Raises:
+        ModelConfigError: none serves it; the nearest and all known types are named.
+    """
+    from difflib import get_close_matches
+
+    model_type = model_config["model_type"]
+    if model_type not in POLICIES:
+        near = get_close_matches(model_type, POLICIES)
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise ModelConfigError(f"model_type {model_type!r} is not served; {hint}known: {', '.join(sorted(POLICIES))}")
+    return POLICIES[model_type]
