@@ -45,13 +45,8 @@ class TextStream:
     def push(self, token: int) -> str | None:
         """Adds a token; returns the stop text that it completes, if any."""
         self._ids.append(token)
-        before = self._decode(self._ids[self._window : self._read])
-        now = self._decode(self._ids[self._window :])
-        if now.endswith(REPLACEMENT) or len(now) <= len(before):
-            # Bytes of a character that is not whole yet, or a token without text.
-            return None
-        self._window, self._read = self._read, len(self._ids)
-        return self._add(now[len(before) :])
+        # Without stop texts nobody needs the text before it is taken.
+        return self._advance() if self._stop else None
 
     def close(self) -> None:
         """No more tokens: what was held back belongs to the text."""
@@ -64,9 +59,20 @@ class TextStream:
 
     def take(self) -> str:
         """What is certain and was not taken before."""
+        if not (self._closed or self._stop):
+            self._advance()
         end = len(self.text) if self._closed or self.stopped is not None else len(self.text) - self._held()
         piece, self._taken = self.text[self._taken : end], max(end, self._taken)
         return piece
+
+    def _advance(self) -> str | None:
+        before = self._decode(self._ids[self._window : self._read])
+        now = self._decode(self._ids[self._window :])
+        if now.endswith(REPLACEMENT) or len(now) <= len(before):
+            # Bytes of a character that is not whole yet, or tokens without text.
+            return None
+        self._window, self._read = self._read, len(self._ids)
+        return self._add(now[len(before) :])
 
     def _add(self, piece: str) -> str | None:
         self.text += piece

@@ -1,0 +1,311 @@
+"""LLM: prompts in, answers out. The scheduler and the loop on top of an InferenceEngine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from phalanx.config import EngineConfig, engine_config
+from phalanx.distributed.group import Group
+from phalanx.engine.build import assemble_engine
+from phalanx.engine.core import EngineCore
+from phalanx.engine.executor import RemoteError
+from phalanx.engine.opened_model import OpenedModel
+from phalanx.engine.outputs import Chunk, RequestOutput
+from phalanx.engine.request_group import RequestGroup
+from phalanx.engine.requests import RequestMaker
+from phalanx.engine.sampling_params import SamplingParams, sampling_params
+from phalanx.engine.sequence import Request
+from phalanx.engine.step import Fail, Return
+
+log = logging.getLogger("phalanx")
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model that answers. Not for use from several threads at once; ``AsyncLLM`` is.
+
+    Under torchrun with as many ranks as ``tensor_parallel_size``, every rank makes the same calls and gets rank 0's
+    results.
+
+    Args:
+        model: "smollm2", a folder, a GGUF file, a hub id, or an ``nn.Module`` of transformers.
+        config, overrides: settings of EngineConfig, e.g. ``LLM(path, tensor_parallel_size=2, dtype="bfloat16")``.
+        tokenizer: a tokenizer or where to find one; default: the model's own.
+        hf_config: the model's config, for sources that carry none.
+        group: ranks that the user has brought together; every rank makes the same calls then.
+
+    Raises:
+        ConfigError, ModelConfigError, WeightError: bad settings, an unsupported model, unusable weights; all by name.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig | dict[str, Any] | None = None,
+        *,
+        tokenizer: Any = None,
+        hf_config: Mapping[str, Any] | None = None,
+        group: Group | None = None,
+        **overrides: Any,
+    ) -> None:
+        settings = engine_config(config, **overrides)
+        opened = OpenedModel(model, hf_config, tokenizer)
+        self.engine, self._team = assemble_engine(opened, settings, group, scheduled=True)
+        self.config = self.engine.model.engine_config
+        self.tokenizer = opened.tokenizer()
+        self.name = opened.name
+        asynchronous = settings.loop == "async" or (settings.loop == "auto" and self.engine.model.device.type != "cpu")
+        self.core = EngineCore(self.engine, asynchronous, _push_text)
+        self._maker = RequestMaker(self.engine, self.tokenizer, opened.eos_token_ids(), settings)
+        self._groups: dict[str, RequestGroup] = {}
+        self._names = itertools.count()
+        self._closed = False
+        if self.max_model_len < self.engine.model.max_sequence_length:
+            log.info("the context is %d tokens (the model's own: %d)", self.max_model_len, self.engine.model.max_sequence_length)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer in tokens: the model's limit, the settings' or the KV pool's, the least."""
+        return self.engine.max_model_len
+
+    # -- whole answers
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | dict[str, Any] | None = None,
+        *,
+        cache_salt: str = "",
+        on_finish: Callable[[RequestOutput], None] | None = None,
+        **overrides: Any,
+    ) -> list[RequestOutput]:
+        """Answers to one prompt or many (texts or token ids), in their order.
+
+        Args:
+            params: one for all, or one a prompt; keywords change single fields: ``generate(text, max_tokens=20)``.
+            cache_salt: requests share cached prompts only with those of the same salt.
+            on_finish: told of each prompt that is done, as it is.
+
+        Raises:
+            ValueError: a bad prompt or setting, before anything runs. A request that fails while it runs has the finish
+                reason "error" instead; the others go on.
+        """
+        return self._on_every_rank(lambda: self._generate(prompts, params, cache_salt, on_finish, overrides))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | dict[str, Any] | None = None,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
+        on_finish: Callable[[RequestOutput], None] | None = None,
+        **overrides: Any,
+    ) -> list[RequestOutput]:
+        """Answers to a conversation, or to several: lists of ``{"role": ..., "content": ...}``.
+
+        The model's chat template makes the prompt, special tokens included; ``template_options`` go to it.
+        """
+        many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        prompts = [self.prompt_of(one, template_options) for one in many]
+        return self.generate(prompts, params, cache_salt=cache_salt, on_finish=on_finish, **overrides)
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | dict[str, Any] | None = None,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
+        **overrides: Any,
+    ) -> Iterator[Chunk]:
+        """The answer to one prompt (or conversation) as it comes. Leaving the iterator early aborts the request.
+
+        Raises:
+            ValueError: a bad prompt or setting, at the call. RuntimeError: under torchrun (use ``generate``).
+        """
+        if self._team.spmd:
+            raise RuntimeError("stream is not for ranks that the user started: use generate, or let LLM start the ranks")
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            prompt = self.prompt_of(prompt, template_options)
+        name = self.add_request(prompt, sampling_params(params, **overrides), cache_salt=cache_salt)
+        return self._chunks(name)
+
+    # -- one step at a time
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | dict[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+    ) -> str:
+        """Queues a prompt for ``step`` and returns its request id.
+
+        Raises:
+            ValueError: a bad prompt or setting, or an id that is in use.
+        """
+        name = request_id if request_id is not None else f"request-{next(self._names)}"
+        if name in self._groups:
+            raise ValueError(f"request id {name!r} is in use")
+        group = self._maker.make(name, prompt, sampling_params(params), cache_salt)
+        self._start(group)
+        return name
+
+    def prompt_of(self, messages: Messages, template_options: Mapping[str, Any] | None = None) -> list[int]:
+        """The token ids that the chat template makes of a conversation."""
+        return self._maker.chat_ids(messages, template_options or {})
+
+    def group_of(self, request_id: str) -> RequestGroup:
+        """The requests of an id that runs or waits."""
+        return self._groups[request_id]
+
+    def step(self) -> list[RequestGroup]:
+        """Runs the engine once; returns the groups of requests that got tokens or ended. Finished ones are forgotten."""
+        touched = self.core.step()
+        names = dict.fromkeys(request.request_id for request in touched)
+        groups = [self._groups[name] for name in names if name in self._groups]
+        for group in groups:
+            if group.finished:
+                del self._groups[group.request_id]
+        return groups
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request in whatever state it is; unknown and finished ones are left alone."""
+        group = self._groups.pop(request_id, None)
+        for request in group.requests if group is not None else ():
+            self.core.abort(request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits."""
+        return self.core.has_work
+
+    def close(self) -> None:
+        """Ends the engine and the ranks that it started. Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    # -- inside
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | dict[str, Any] | None,
+        cache_salt: str,
+        on_finish: Callable[[RequestOutput], None] | None,
+        overrides: dict[str, Any],
+    ) -> list[RequestOutput]:
+        many = as_prompts(prompts)
+        each = self._params_of(params, len(many), overrides)
+        groups = []
+        for index, (prompt, setting) in enumerate(zip(many, each, strict=True)):
+            try:
+                groups.append(self._maker.make(f"request-{next(self._names)}", prompt, setting, cache_salt))
+            except ValueError as error:
+                raise type(error)(f"prompt {index}: {error}" if len(many) > 1 else str(error)) from None
+        for group in groups:
+            self._start(group)
+        try:
+            waiting = {group.request_id: group for group in groups}
+            while waiting:
+                # Nothing touched: another caller's step may have finished ours.
+                for group in self.step() or list(waiting.values()):
+                    if group.finished and waiting.pop(group.request_id, None) and on_finish is not None:
+                        on_finish(group.output())
+        except BaseException:
+            for group in groups:
+                self.abort(group.request_id)
+            raise
+        return [group.output() for group in groups]
+
+    def _params_of(self, params: Any, count: int, overrides: dict[str, Any]) -> list[SamplingParams]:
+        if isinstance(params, Sequence):
+            if len(params) != count:
+                raise ValueError(f"{len(params)} sampling settings for {count} prompts: give one, or one a prompt")
+            return [sampling_params(one, **overrides) for one in params]
+        return [sampling_params(params, **overrides)] * count
+
+    def _start(self, group: RequestGroup) -> None:
+        self._groups[group.request_id] = group
+        for request in group.requests:
+            self.core.add(request)
+
+    def _chunks(self, name: str) -> Iterator[Chunk]:
+        group = self._groups[name]
+        try:
+            done = False
+            while not done:
+                if not group.finished:
+                    self.step()
+                done = group.finished
+                yield from group.chunks()
+        finally:
+            self.abort(name)
+
+    def _on_every_rank(self, call: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """Runs a call on rank 0; the other ranks of a torchrun follow and get its result, or its error."""
+        if not self._team.spmd:
+            try:
+                return call()
+            except RuntimeError:
+                self._close_if_broken()
+                raise
+        executor = self.engine.executor
+        if self._team.group.rank > 0:
+            message = executor.follow()
+            if not isinstance(message, Return):
+                raise RemoteError("EngineClosed", "the engine was closed during a call")
+            return msgspec.msgpack.decode(message.payload, type=list[RequestOutput])
+        try:
+            result = call()
+        except Exception as error:
+            executor.send(Fail(type(error).__name__, str(error)))
+            raise
+        executor.send(Return(msgspec.msgpack.encode(result)))
+        return result
+
+    def _close_if_broken(self) -> None:
+        """A group that has failed cannot go on: its processes are ended."""
+        try:
+            self._team.group.check()
+        except RuntimeError:
+            self.close()
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or many as a list of prompts.
+
+    Raises:
+        ValueError: neither.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be texts or token ids, given a {type(prompts).__name__}")
+    many = list(prompts)
+    if not many:
+        raise ValueError("no prompts were given")
+    return [many] if all(isinstance(item, (int, np.integer)) for item in many) else many
+
+
+def _push_text(request: Request, token: int) -> str | None:
+    """Feeds a request's text, where it has one that is read as it comes."""
+    return request.text.push(token) if request.text is not None else None
+
