@@ -20,9 +20,10 @@ from phalanx.distributed.rendezvous import Rendezvous
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
-    """Small integers, so that sums are exact in every dtype."""
-    generator = torch.Generator().manual_seed(rank * 1000 + sum(shape))
-    return torch.randint(0 if dtype in (torch.uint8, torch.bool) else -8, 8, shape, generator=generator).to(dtype)
+    """Small integers, so that sums are exact in every dtype. On the default device, as all tensors here."""
+    generator = torch.Generator("cpu").manual_seed(rank * 1000 + sum(shape))
+    values = torch.randint(0 if dtype == torch.bool else -8, 8, shape, generator=generator, device="cpu")
+    return values.to(torch.get_default_device(), dtype)
 
 
 def check_all_reduce(group: Group) -> None:
@@ -109,8 +110,36 @@ def check_no_trace_of_inputs(group: Group) -> None:
         torch.testing.assert_close(group.all_reduce(torch.ones(4)), torch.full((4,), float(group.size)))
 
 
+def check_on_gpu(group: Group, device: torch.device) -> None:
+    """The collectives with NCCL, eagerly and inside a CUDA graph."""
+    torch.cuda.set_device(device)
+    with device:
+        check_everything(group)
+        x = torch.ones(4, 8)
+        total, parts = torch.zeros(4, 8), torch.zeros(4, 8 * group.size)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total.copy_(group.all_reduce(x * 1))
+            parts.copy_(group.all_gather(x, dim=1))
+        for step in range(3):
+            x.fill_(step + group.rank)
+            graph.replay()
+            expected = torch.arange(group.size) + step
+            torch.testing.assert_close(total, expected.sum().float().expand(4, 8))
+            torch.testing.assert_close(parts, expected.float().repeat_interleave(8).expand(4, -1))
+
+
 def behave(behaviour: str) -> None:
     place = Rendezvous.from_env()
+    if behaviour.startswith("gpu"):
+        device = torch.device("cuda", place.local_rank)
+        group = ProcessGroup(place, device, timeout=30.0)
+        check_on_gpu(group, device)
+        group.barrier()
+        if behaviour == "gpu, killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.close()
+        return
     if behaviour == "die early":
         sys.exit("no memory for me")
     group = ProcessGroup(place, timeout=2.0 if behaviour == "last waits for nobody" else 20.0)

@@ -61,7 +61,7 @@ class Group(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the group's connections. Closing twice is fine."""
+        """Let go of the group's connections; what is still queued on a GPU is given up. Closing twice is fine."""
 
     def __enter__(self) -> Self:
         return self

@@ -119,12 +119,12 @@ class ProcessGroup(Group):
             if len(message) > _HEAD_BYTES:
                 self._send_bytes(torch.frombuffer(message, dtype=torch.uint8)[_HEAD_BYTES:], self._timeout)
             return payload
-        head = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
+        head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device="cpu")
         self._send_bytes(head, _IDLE)
         received = head.numpy().tobytes()
         end = _LENGTH_BYTES + int.from_bytes(received[:_LENGTH_BYTES], "little")
         if end > _HEAD_BYTES:
-            rest = torch.empty(end - _HEAD_BYTES, dtype=torch.uint8)
+            rest = torch.empty(end - _HEAD_BYTES, dtype=torch.uint8, device="cpu")
             self._send_bytes(rest, self._timeout)
             received += rest.numpy().tobytes()
         return received[_LENGTH_BYTES:end]
@@ -181,16 +181,18 @@ class ProcessGroup(Group):
             return "the store is gone, and the process that holds it (rank 0 or torchrun) with it"
 
     def abort(self, reason: str) -> None:
-        self._fault = self._fault or reason
-        if self._data is not self._host and self._data is not None:
-            self._data.abort()
+        if self._fault is None:
+            self._fault = reason
+            if self._data is not self._host:
+                self._data.abort()
 
     def check(self) -> None:
         if self._fault is not None:
             raise GroupError(self._fault)
 
     def close(self) -> None:
-        self._fault = self._fault or f"the group was closed on rank {self.rank}"
+        # Not NCCL's shutdown: that one waits for the other ranks, which may never come.
+        self.abort(f"the group was closed on rank {self.rank}")
         self._host = self._data = None
 
 
