@@ -51,12 +51,20 @@ class ProcessGroup(Group):
         self._timeout = timedelta(seconds=timeout)
         self._fault: str | None = None
         device = torch.device(device)
+        if device.type != "cpu" and not (device.type == "cuda" and dist.is_nccl_available()):
+            raise ValueError(f"no process group for device {device}: expected cpu, or cuda where PyTorch has NCCL")
         rendezvous.meet(start_timeout)
         # Every rank makes its groups in the same order: the count of those it made tells them apart.
         count = rendezvous.store.add(f"{name}/count/{self.rank}", 1)
         self._store = dist.PrefixStore(f"{name}/{count}", rendezvous.store)
-        self._host: Any = self._gloo()
-        self._data: Any = self._host if device.type == "cpu" else self._nccl(device)
+        self._host: Any = None
+        self._data: Any = None
+        try:
+            self._host = self._gloo()
+            self._data = self._host if device.type == "cpu" else self._nccl(device)
+        except RuntimeError as error:
+            self._fail("connecting", str(error))
+            raise GroupError(self._fault) from error
 
     def _gloo(self) -> Any:
         gloo: Any = dist.ProcessGroupGloo
@@ -66,8 +74,6 @@ class ProcessGroup(Group):
         return gloo(dist.PrefixStore("gloo", self._store), self.rank, self.size, options)
 
     def _nccl(self, device: torch.device) -> Any:
-        if device.type != "cuda" or not dist.is_nccl_available():
-            raise ValueError(f"no process group for device {device}: expected cpu, or cuda where PyTorch has NCCL")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self.rank, self.size, options)
@@ -163,7 +169,8 @@ class ProcessGroup(Group):
         # With the last reference (a piece of work holds one too) the sockets close: who waits for this rank fails now.
         self._host = self._data = None
         if self._fault is None:
-            self._fault = f"{what} failed on rank {self.rank}: {self._culprit()} ({error.splitlines()[0]})"
+            first_line = error.partition("\n")[0]
+            self._fault = f"{what} failed on rank {self.rank}: {self._culprit()} ({first_line})"
 
     def _culprit(self) -> str:
         """Who is at fault: a rank that is known to have died, else one that does not say that it failed as well."""

@@ -45,7 +45,7 @@ class Rendezvous:
         store = dist.TCPStore(
             LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        return cls(store, 0, size, 0, LOOPBACK, port)
+        return cls(_own_part(store), 0, size, 0, LOOPBACK, port)
 
     @classmethod
     def from_env(cls, timeout: float = 120.0) -> Rendezvous:
@@ -59,11 +59,19 @@ class Rendezvous:
             )
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         address = LOOPBACK if os.environ["MASTER_ADDR"] in (LOOPBACK, "localhost", "::1") else ""
-        return cls(store, rank, size, int(os.environ.get("LOCAL_RANK", rank)), address, int(os.environ["MASTER_PORT"]))
+        return cls(
+            _own_part(store),
+            rank,
+            size,
+            int(os.environ.get("LOCAL_RANK", rank)),
+            address,
+            int(os.environ["MASTER_PORT"]),
+        )
 
     def apart(self) -> Rendezvous:
         """`host`'s place over a connection of its own, for another thread: a store serves one call at a time."""
-        return replace(self, store=dist.TCPStore(self.address, self.port, self.size, wait_for_workers=False))
+        store = dist.TCPStore(self.address, self.port, self.size, wait_for_workers=False)
+        return replace(self, store=_own_part(store))
 
     def meet(self, timeout: float) -> None:
         """Return once every rank has come here. Raises GroupError if one has died or is not here after `timeout` s."""
@@ -85,6 +93,11 @@ class Rendezvous:
     def deaths(self) -> dict[int, str]:
         """The ranks known to be gone, and why."""
         return {r: self.store.get(key).decode() for r in range(self.size) if self.store.check([key := f"dead/{r}"])}
+
+
+def _own_part(store: dist.Store) -> dist.Store:
+    # Under torchrun the store serves others as well.
+    return dist.PrefixStore("phalanx", store)
 
 
 def describe(dead: Mapping[int, str]) -> str:
