@@ -67,8 +67,8 @@ class EngineConfig(BaseModel):
 
     max_model_len: PositiveInt | None = None
     """Longest prompt plus answer; default: the model's own limit (the pool may lower it, said at start)."""
-    max_num_seqs: PositiveInt = 256
-    """Sequences of one step (max_ragged_sequence_count)."""
+    max_num_seqs: PositiveInt | None = None
+    """Sequences of one step (max_ragged_sequence_count); default 64 on the CPU, 256 on a GPU."""
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens of one step (max_ragged_batch_size); default 512 on the CPU, 8192 on a GPU."""
     max_tracked_sequences: PositiveInt = 2048
@@ -94,12 +94,12 @@ class EngineConfig(BaseModel):
         budget = self.max_num_batched_tokens
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("num_blocks and kv_cache_memory both size the KV pool: give one of them")
-        if budget is not None and "max_num_seqs" in self.model_fields_set and self.max_num_seqs > budget:
+        if budget is not None and self.max_num_seqs is not None and self.max_num_seqs > budget:
             raise ValueError(
                 f"max_num_seqs={self.max_num_seqs} is above max_num_batched_tokens={budget}: "
                 "a sequence needs at least one token of a step"
             )
-        if self.max_tracked_sequences < self.max_num_seqs and "max_tracked_sequences" in self.model_fields_set:
+        if self.max_num_seqs is not None and self.max_tracked_sequences < self.max_num_seqs:
             raise ValueError(
                 f"max_tracked_sequences={self.max_tracked_sequences} is below max_num_seqs={self.max_num_seqs}"
             )

@@ -70,7 +70,7 @@ class InferenceEngine:
         self.policy_name = policy_name
         config = model.engine_config
         self.token_budget = token_budget(config, model.device)
-        self.max_num_seqs = min(config.max_num_seqs, self.token_budget)
+        self.max_num_seqs = min(sequence_budget(config, model.device), self.token_budget)
         wanted = config.max_model_len or model.max_sequence_length
         self.max_model_len = check_length(wanted, model)
         self.max_tracked_sequences = self.max_num_seqs if scheduled else config.max_tracked_sequences
@@ -272,6 +272,11 @@ def check_ids(ids: Many[int], vocab_size: int, whose: str) -> None:
 def token_budget(config: EngineConfig, device: torch.device) -> int:
     """Tokens of a step."""
     return config.max_num_batched_tokens or (512 if device.type == "cpu" else 8192)
+
+
+def sequence_budget(config: EngineConfig, device: torch.device) -> int:
+    """Sequences of a step."""
+    return config.max_num_seqs or (64 if device.type == "cpu" else 256)
 
 
 def check_length(wanted: int, model: TransformerModel) -> int:

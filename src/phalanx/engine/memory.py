@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,22 +28,16 @@ def size_pool(runner: Runner, num_tokens: int, num_seqs: int, group: Group) -> i
     model = runner.model
     config = model.engine_config
     size = block_bytes(model.kv_groups, config.block_size)
-    runner.allocate_kv(1)
-    activations = peak_of(lambda: runner.profile(num_tokens, num_seqs), runner.device)
     if config.num_blocks is not None:
         blocks = config.num_blocks
     else:
-        per_sequence = -(-runner.max_len // config.block_size) * len(model.kv_groups)
-        useful = 1 + num_seqs * per_sequence
-        room = config.kv_cache_memory or int(config.memory_fraction * (free_bytes(runner.device) - activations))
-        if config.kv_cache_memory is None and runner.device.type == "cpu":
-            # Ranks on one machine share its memory.
-            room //= group.size
+        useful = 1 + num_seqs * -(-runner.max_len // config.block_size) * len(model.kv_groups)
+        room = config.kv_cache_memory or measured_room(runner, num_tokens, num_seqs, group)
         blocks = min(useful, room // size) if size else useful
         if blocks < 2:
             raise MemoryError(
-                f"a KV block takes {size} bytes and {room} bytes are left for the pool (a step takes {activations}): "
-                "lower max_num_batched_tokens, or raise kv_cache_memory or memory_fraction"
+                f"a KV block takes {size} bytes and {room} bytes are left for the pool: lower max_num_batched_tokens or "
+                "max_num_seqs, or raise kv_cache_memory or memory_fraction"
             )
     mine = torch.tensor([blocks], dtype=torch.int64, device=runner.device)
     least = int(group.all_gather(mine, 0, [1] * group.size).min())
@@ -50,13 +45,22 @@ def size_pool(runner: Runner, num_tokens: int, num_seqs: int, group: Group) -> i
     return least
 
 
-def peak_of(work: object, device: torch.device) -> int:
+def measured_room(runner: Runner, num_tokens: int, num_seqs: int, group: Group) -> int:
+    """Bytes that the pool may take on this rank."""
+    runner.allocate_kv(1)
+    activations = peak_of(lambda: runner.profile(num_tokens, num_seqs), runner.device)
+    room = int(runner.model.engine_config.memory_fraction * (free_bytes(runner.device) - activations))
+    # Ranks on one machine share its memory.
+    return room // group.size if runner.device.type == "cpu" else room
+
+
+def peak_of(work: Callable[[], None], device: torch.device) -> int:
     """Bytes that ``work()`` held at its peak above what was held before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        work()  # type: ignore[operator]
+        work()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     reset = Path("/proc/self/clear_refs")
@@ -66,7 +70,7 @@ def peak_of(work: object, device: torch.device) -> int:
         # Elsewhere than Linux the peak since the start stands in for it, which is larger.
         log.debug("the peak of the resident memory cannot be reset here")
     before = _resident("VmRSS")
-    work()  # type: ignore[operator]
+    work()
     return max(_resident("VmHWM") - before, 0)
 
 

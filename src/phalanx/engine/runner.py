@@ -118,14 +118,14 @@ class Runner:
     def profile(self, num_tokens: int, num_seqs: int) -> None:
         """One forward and sampling at the limits, on the dummy block: what follows never needs more memory.
 
-        The last sequence is as long as one can be. Layers follow one another in the same memory, so one stands for all.
+        Layers follow one another in the same memory, so one stands for all; the sampler sees the longest histories.
         """
         self.tokens.zero_()
-        each = max(num_tokens // num_seqs, 1)
+        each = min(max(num_tokens // num_seqs, 1), self.max_len)
         rest = min(num_tokens - each * (num_seqs - 1), self.max_len)
-        rows = [Row(slot, 0, min(each, self.max_len), LOGITS_LAST, True, 0, 0, []) for slot in range(num_seqs - 1)]
-        rows.append(Row(num_seqs - 1, self.max_len - rest, rest, LOGITS_LAST, True, 0, 0, []))
-        batch, logit_rows = self.build_batch(rows, [0] * sum(row.count for row in rows))
+        counts = [each] * (num_seqs - 1) + [rest]
+        rows = [Row(slot, 0, count, LOGITS_LAST, True, 0, 0, []) for slot, count in enumerate(counts)]
+        batch, logit_rows = self.build_batch(rows, [0] * sum(counts))
         logits = self.model.forward(batch, layers=range(min(1, self.model.num_layers)))
         if self.samplers is not None:
             self.samplers.sample(logits, rows, logit_rows, worst_case=True)

@@ -81,7 +81,7 @@ class SamplerTable:
         raw = logits if len(last) == len(owner) else logits[self._upload(last)]
         adjusted = adjust_logits(
             raw,
-            self._penalties(settings, slots, ends),
+            self._penalties(settings, slots, ends, worst_case),
             self._bias(settings, ends),
             self._bad_words(settings, slots, ends),
         )
@@ -97,7 +97,9 @@ class SamplerTable:
 
     # -- what only some rows want; None where none does
 
-    def _penalties(self, settings: list[Sampler], slots: np.ndarray, ends: np.ndarray) -> Penalties | None:
+    def _penalties(
+        self, settings: list[Sampler], slots: np.ndarray, ends: np.ndarray, worst_case: bool
+    ) -> Penalties | None:
         wanting = [
             i
             for i, s in enumerate(settings)
@@ -106,7 +108,7 @@ class SamplerTable:
         if not wanting:
             return None
         chosen = [settings[i] for i in wanting]
-        longest = int(ends[wanting].max())
+        longest = self.tokens.shape[1] if worst_case else int(ends[wanting].max())
         return Penalties(
             rows=self._upload(np.array(wanting)),
             history=self.tokens[self._upload(slots[wanting]), :longest],
