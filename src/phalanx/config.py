@@ -80,6 +80,8 @@ class EngineConfig(BaseModel):
 
     ops: dict[str, str] = Field(default_factory=dict)
     """Forced back ends, ``{"attention": "reference"}``; see ``phalanx.ops.registry``."""
+    plugins: tuple[str, ...] = ()
+    """Modules that every rank imports before the model is built: they declare policies or register back ends."""
     collective_timeout: float = Field(default=60.0, gt=0)
     """Seconds after which a collective of a step counts as hung."""
 

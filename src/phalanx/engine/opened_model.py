@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from torch import nn
 
 import phalanx.models
-from phalanx.config import EngineConfig
+from phalanx.config import ConfigError, EngineConfig
 from phalanx.distributed.group import Group
 from phalanx.models.base import TransformerModel
 from phalanx.models.hf_config import HFConfig, ModelConfigError, read_config, token_ids
@@ -65,7 +66,7 @@ class OpenedModel:
 
     def build(self, config: EngineConfig, group: Group) -> tuple[TransformerModel, str]:
         """The model with its parameters, and the name of the policy that built it."""
-        phalanx.models.load_families()
+        load_policies(config)
         if config.load_format == "dummy":
             policy = policy_for(self.config)(self.config, source=DummySource(dict(self.config.given)))
         elif self.manifest is not None:
@@ -131,6 +132,20 @@ def locate(model: str) -> Path | None:
     if is_hub_id(model):
         return snapshot(model, None)
     raise ModelConfigError(f"{model!r} is neither a folder, a file, {EMBEDDED!r} nor a hub id (owner/name)")
+
+
+def load_policies(config: EngineConfig) -> None:
+    """Imports the built-in families and the plugins of a config, so that POLICIES has them.
+
+    Raises:
+        ConfigError: a plugin that cannot be imported.
+    """
+    phalanx.models.load_families()
+    for name in config.plugins:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"plugins: {name!r} cannot be imported: {error}") from error
 
 
 def known_policies() -> dict[str, type[InferencePolicy]]:
