@@ -13,7 +13,7 @@ from phalanx.engine.inference_engine import InferenceEngine, check_ids
 from phalanx.engine.request_group import RequestGroup
 from phalanx.engine.sampling_params import SamplingParams
 from phalanx.engine.sequence import Request
-from phalanx.engine.text import TextStream
+from phalanx.engine.text import TextStream, Vocabulary
 
 
 class RequestMaker:
@@ -30,6 +30,7 @@ class RequestMaker:
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self._vocabulary = Vocabulary(tokenizer) if tokenizer is not None else None
         self.eos_ids = frozenset(eos_ids)
         self._salt = config.cache_salt
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
@@ -146,8 +147,8 @@ class RequestMaker:
                     yield ids
 
     def _text(self, params: SamplingParams) -> TextStream | None:
-        if self.tokenizer is None:
+        if self._vocabulary is None:
             return None
         return TextStream(
-            self.tokenizer, params.stop, params.include_stop, params.skip_special_tokens, params.min_tokens
+            self._vocabulary, params.stop, params.include_stop, params.skip_special_tokens, params.min_tokens
         )

@@ -8,12 +8,36 @@ from typing import Any
 REPLACEMENT = "\ufffd"
 
 
+class Vocabulary:
+    """A tokenizer of transformers as a stream of text needs it.
+
+    Attributes:
+        special_ids: what ``decode`` leaves out with ``skip_special_tokens``.
+        byte_ids: tokens ``<0x..>`` for single bytes. A run of them is decoded as one, so that a later byte may change
+            what the earlier ones are.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special_ids = frozenset(place for place, token in added.items() if token.special)
+        names = [f"<0x{value:02X}>" for value in range(256)]
+        found = tokenizer.convert_tokens_to_ids(names)
+        self.byte_ids = frozenset(place for place in found if place is not None) - {tokenizer.unk_token_id}
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The tokenizer's own text of these ids, nothing tidied up."""
+        return str(
+            self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        )
+
+
 class TextStream:
     """The text of one answer, token by token. ``take`` hands out what is certain; all that it hands out, joined, is the
     final text, and without stop texts that is the tokenizer's own decoding of all ids.
 
     Args:
-        tokenizer: of transformers; ``decode`` is all that is used.
+        vocabulary: of the tokenizer.
         stop: texts that end the answer, earliest place first.
         include_stop: whether the stop text belongs to the answer.
         skip_special_tokens: as in ``decode``.
@@ -22,18 +46,19 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Any,
+        vocabulary: Vocabulary,
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._skip = skip_special_tokens
         self._min_tokens = min_tokens
         self._ids: list[int] = []
+        self._num_tokens = 0
         # Decoding looks back to `_window`: what a token adds may depend on the tokens before it (spaces, bytes).
         self._window = self._read = 0
         self._search_from = 0
@@ -44,6 +69,9 @@ class TextStream:
 
     def push(self, token: int) -> str | None:
         """Adds a token; returns the stop text that it completes, if any."""
+        self._num_tokens += 1
+        if self._skip and token in self._vocabulary.special_ids:
+            return None
         self._ids.append(token)
         # Without stop texts nobody needs the text before it is taken.
         return self._advance() if self._stop else None
@@ -66,6 +94,8 @@ class TextStream:
         return piece
 
     def _advance(self) -> str | None:
+        if not self._ids or self._ids[-1] in self._vocabulary.byte_ids:
+            return None
         before = self._decode(self._ids[self._window : self._read])
         now = self._decode(self._ids[self._window :])
         if now.endswith(REPLACEMENT) or len(now) <= len(before):
@@ -76,7 +106,7 @@ class TextStream:
 
     def _add(self, piece: str) -> str | None:
         self.text += piece
-        if len(self._ids) <= self._min_tokens:
+        if self._num_tokens <= self._min_tokens:
             self._search_from = len(self.text)
             return None
         places = [(place, stop) for stop in self._stop if (place := self.text.find(stop, self._search_from)) >= 0]
@@ -100,11 +130,4 @@ class TextStream:
         return longest
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
-        )
-
-
-def decode_all(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """The text of all ids, as a TextStream without stop texts gives it."""
-    return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+        return self._vocabulary.decode(ids, self._skip)

@@ -119,9 +119,10 @@ def draw_tokens(logits: Tensor, draw: Draw) -> Tensor:
     if not draw.filtered:
         return invert(scaled.softmax(-1), draw.uniform)
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    ordered = ordered.masked_fill(~keep_mask(ordered, draw.top_k, draw.top_p, draw.min_p), float("-inf"))
-    picked = invert(ordered.softmax(-1), draw.uniform)
-    return order.gather(1, picked[:, None])[:, 0]
+    keep = keep_mask(ordered, draw.top_k, draw.top_p, draw.min_p)
+    # Back in the order of the vocabulary: there, rounding cannot swap tokens that are nearly as likely.
+    kept = torch.zeros_like(keep).scatter_(1, order, keep)
+    return invert(scaled.masked_fill(~kept, float("-inf")).softmax(-1), draw.uniform)
 
 
 def keep_mask(ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
