@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from phalanx.config import ConfigError
 from phalanx.distributed.group import Group
 from phalanx.engine.kv_storage import block_bytes
 from phalanx.engine.runner import Runner
@@ -23,7 +24,7 @@ def size_pool(runner: Runner, num_tokens: int, num_seqs: int, group: Group) -> i
     ``memory_fraction`` of what is free beside the most that this took, but no more than the sequences can fill.
 
     Raises:
-        MemoryError: not even a block fits; the figures are named.
+        ConfigError: not even a block fits; the figures are named.
     """
     model = runner.model
     config = model.engine_config
@@ -35,7 +36,7 @@ def size_pool(runner: Runner, num_tokens: int, num_seqs: int, group: Group) -> i
         room = config.kv_cache_memory or measured_room(runner, num_tokens, num_seqs, group)
         blocks = min(useful, room // size) if size else useful
         if blocks < 2:
-            raise MemoryError(
+            raise ConfigError(
                 f"a KV block takes {size} bytes and {room} bytes are left for the pool: lower max_num_batched_tokens or "
                 "max_num_seqs, or raise kv_cache_memory or memory_fraction"
             )

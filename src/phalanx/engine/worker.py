@@ -26,7 +26,8 @@ def main(spec: str) -> int:
         while not isinstance(engine.executor.follow(), Close):
             pass
         group.close()
-    except GroupError as error:
+    except (GroupError, ValueError) as error:
+        # Rank 0 meets the same error, or is told of this one; a traceback of each rank would only hide it.
         print(f"this rank ends: {error}", file=sys.stderr)
         return 1
     return 0

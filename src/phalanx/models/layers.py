@@ -31,6 +31,9 @@ class Placement:
         group: the tensor-parallel group.
         device, dtype: of parameters and activations.
         forced: op -> implementation name.
+
+    Raises:
+        ValueError: an unknown op, or an implementation that is unknown or not for this device and dtype.
     """
 
     def __init__(self, group: Group, device: torch.device, dtype: torch.dtype, forced: dict[str, str]) -> None:
@@ -38,6 +41,8 @@ class Placement:
         self.device = device
         self.dtype = dtype
         self.forced = forced
+        for name in forced:
+            self.op(name)
 
     def cut(self, value: Any, partition: Partition) -> Tensor:
         """This rank's part of a full tensor (or lazy file tensor), in the model's dtype, on its device, own storage."""
