@@ -22,7 +22,7 @@ def test_tasks_get_their_own_answers(served: AsyncLLM, tiny_folder: Path, prompt
     async def stream(prompt: list[int]) -> tuple[str, list[int]]:
         chunks = [chunk async for chunk in served.stream(prompt, max_tokens=10)]
         assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-        return "".join(chunk.text for chunk in chunks), sum((chunk.token_ids for chunk in chunks), [])
+        return "".join(chunk.text for chunk in chunks), [token for chunk in chunks for token in chunk.token_ids]
 
     async def main() -> None:
         whole = await asyncio.gather(*(served.generate(prompt, max_tokens=10) for prompt in prompts))
@@ -32,7 +32,9 @@ def test_tasks_get_their_own_answers(served: AsyncLLM, tiny_folder: Path, prompt
             assert (text, ids) == (alone.outputs[0].text, alone.outputs[0].token_ids)
         several = await served.generate("hi", temperature=1.0, seed=1, n=3, max_tokens=4)
         assert len(several.outputs) == 3
-        count = sum([chunk.finish_reason is not None async for chunk in served.stream("hi", temperature=1.0, n=3, max_tokens=4)])
+        count = sum(
+            [chunk.finish_reason is not None async for chunk in served.stream("hi", temperature=1.0, n=3, max_tokens=4)]
+        )
         assert count == 3
         await asyncio.to_thread(served.close)
 

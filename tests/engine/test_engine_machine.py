@@ -63,7 +63,9 @@ class Engine(RuleBasedStateMachine):
         )
         self.asked: dict[str, tuple[RequestGroup, tuple[int, ...], int, int | None, bool]] = {}
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), seed=st.one_of(st.none(), st.integers(0, 3)), n=st.integers(1, 3))
+    @rule(
+        prompt=PROMPTS, max_tokens=st.integers(1, 12), seed=st.one_of(st.none(), st.integers(0, 3)), n=st.integers(1, 3)
+    )
     def add(self, prompt: list[int], max_tokens: int, seed: int | None, n: int) -> None:
         params: dict[str, Any] = {"max_tokens": max_tokens}
         if seed is not None:

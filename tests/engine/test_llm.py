@@ -69,7 +69,11 @@ def test_preemption_changes_nothing(
 @pytest.mark.parametrize("budget", [1, 7, 64])
 @pytest.mark.parametrize("loop", ["plain", "async"])
 def test_any_token_budget_gives_the_same_tokens(
-    budget: int, loop: str, make_llm: Callable[..., LLM], prompts: list[list[int]], greedy: Callable[[list[int]], list[int]]
+    budget: int,
+    loop: str,
+    make_llm: Callable[..., LLM],
+    prompts: list[list[int]],
+    greedy: Callable[[list[int]], list[int]],
 ) -> None:
     llm = make_llm(loop=loop, max_num_batched_tokens=budget, num_blocks=300)
     assert ids(llm.generate(prompts[-3:], max_tokens=LENGTH)) == [greedy(prompt) for prompt in prompts[-3:]]
@@ -95,12 +99,16 @@ def test_more_requests_than_places_all_finish(make_llm: Callable[..., LLM]) -> N
     lengths = torch.randint(1, 9, (count,), generator=generator).tolist()
     prompts = [torch.randint(3, 200, (length,), generator=generator).tolist() for length in lengths]
     seen: list[str] = []
-    outputs = llm.generate(prompts, max_tokens=7, ignore_eos=True, on_finish=lambda output: seen.append(output.request_id))
+    outputs = llm.generate(
+        prompts, max_tokens=7, ignore_eos=True, on_finish=lambda output: seen.append(output.request_id)
+    )
     assert len(outputs) == len(set(seen)) == count
     assert all(len(output.outputs[0].token_ids) == 7 for output in outputs)
 
 
-def test_the_same_prompt_of_whole_blocks_twice(make_llm: Callable[..., LLM], greedy: Callable[[list[int]], list[int]]) -> None:
+def test_the_same_prompt_of_whole_blocks_twice(
+    make_llm: Callable[..., LLM], greedy: Callable[[list[int]], list[int]]
+) -> None:
     llm = make_llm()
     prompt = list(range(10, 30))
     first, second = (llm.generate([prompt], max_tokens=LENGTH)[0] for _ in range(2))
@@ -138,7 +146,7 @@ def test_aborting_at_any_step_leaves_the_others_alone(
     shared = list(range(20, 40))
     texts = [[*shared, k] for k in range(50, 53)]
     expected = [greedy(text) for text in texts]
-    for at in range(0, LENGTH + 4):
+    for at in range(LENGTH + 4):
         llm = make_llm(loop=loop, num_blocks=40, max_num_batched_tokens=16)
         names = [llm.add_request(text, {"max_tokens": LENGTH}) for text in texts]
         groups = [llm.group_of(name) for name in names]
@@ -159,7 +167,7 @@ def test_stream_is_the_answer_in_pieces(make_llm: Callable[..., LLM]) -> None:
     whole = llm.generate("hello there", max_tokens=LENGTH)[0].outputs[0]
     chunks = list(llm.stream("hello there", max_tokens=LENGTH))
     assert "".join(chunk.text for chunk in chunks) == whole.text
-    assert sum((chunk.token_ids for chunk in chunks), []) == whole.token_ids
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
     assert chunks[-1].finish_reason == whole.finish_reason
 
 
@@ -178,7 +186,9 @@ def test_max_tokens_absent_takes_the_rest_of_the_context(make_llm: Callable[...,
     assert (len(output.token_ids), output.finish_reason) == (llm.max_model_len - 3, "length")
 
 
-def test_end_tokens_are_the_union_of_all_places(make_llm: Callable[..., LLM], tiny_folder: Path, tmp_path: Path) -> None:
+def test_end_tokens_are_the_union_of_all_places(
+    make_llm: Callable[..., LLM], tiny_folder: Path, tmp_path: Path
+) -> None:
     import json
     import shutil
 
@@ -195,4 +205,4 @@ def test_end_tokens_are_the_union_of_all_places(make_llm: Callable[..., LLM], ti
         assert output.token_ids == free[: first + 1]
         assert (output.finish_reason, output.stop_reason) == ("stop", free[4])
         late = llm.generate([[9, 8, 7]], max_tokens=LENGTH, min_tokens=first + 1)[0].outputs[0]
-        assert len(late.token_ids) > first + 1 and late.token_ids[: first] == free[:first]
+        assert len(late.token_ids) > first + 1 and late.token_ids[:first] == free[:first]

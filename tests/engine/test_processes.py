@@ -29,7 +29,9 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_started_ranks_answer_alike_and_a_killed_one_ends_the_engine(tiny_folder: Path, prompts: list[list[int]]) -> None:
+def test_started_ranks_answer_alike_and_a_killed_one_ends_the_engine(
+    tiny_folder: Path, prompts: list[list[int]]
+) -> None:
     expected = LLM(tiny_folder, num_blocks=100, block_size=4).generate(prompts, max_tokens=8, logprobs=1)
     llm = LLM(tiny_folder, tensor_parallel_size=2, num_blocks=100, block_size=4)
     ranks = llm._team.ranks
@@ -60,7 +62,9 @@ def test_closing_leaves_no_process_and_serialising_needs_no_original(tiny_folder
     assert sorted(path.suffix for path in folder.iterdir()) == [".json"] * 3 + [".safetensors"] * 2
     with build_engine(folder, tensor_parallel_size=2, num_blocks=64) as engine:
         assert torch.equal(engine.put([0], [ids], logits="all"), expected)
-    with pytest.raises(ValueError, match="serialised with tensor_parallel_size=2, this engine has tensor_parallel_size=1"):
+    with pytest.raises(
+        ValueError, match="serialised with tensor_parallel_size=2, this engine has tensor_parallel_size=1"
+    ):
         build_engine(folder, num_blocks=64)
 
 

@@ -57,7 +57,9 @@ def as_params(values: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("penalty", [0.6, 1.3])
-def test_repetition_penalty_equals_generate(model: LlamaForCausalLM, make_llm: Callable[..., LLM], penalty: float) -> None:
+def test_repetition_penalty_equals_generate(
+    model: LlamaForCausalLM, make_llm: Callable[..., LLM], penalty: float
+) -> None:
     expected = model.generate(
         torch.tensor([PROMPT]), max_new_tokens=16, min_new_tokens=16, do_sample=False, repetition_penalty=penalty
     )[0, len(PROMPT) :].tolist()
@@ -148,4 +150,4 @@ def test_ids_beyond_the_vocabulary_cannot_come(tiny_folder: Path) -> None:
 
     assert VOCAB_SIZE % 2 == 1
     for found in run_threads(2, run):
-        assert 0 <= min(found) and max(found) < VOCAB_SIZE
+        assert min(found) >= 0 and max(found) < VOCAB_SIZE

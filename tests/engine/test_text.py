@@ -70,9 +70,7 @@ def test_characters_over_several_tokens_come_whole(text: str) -> None:
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
     include=st.booleans(),
 )
-def test_no_part_of_a_stop_text_is_ever_handed_out(
-    before: str, after: str, stops: list[str], include: bool
-) -> None:
+def test_no_part_of_a_stop_text_is_ever_handed_out(before: str, after: str, stops: list[str], include: bool) -> None:
     text = before + stops[0] + after
     ids = BYTES(text, add_special_tokens=False)["input_ids"]
     whole, pieces = streamed(TextStream(BYTE_LEVEL, stops, include_stop=include), ids)

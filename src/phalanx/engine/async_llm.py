@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -126,10 +126,8 @@ class AsyncLLM:
             try:
                 if self._fault is not None:
                     raise EngineDead(f"the engine has ended: {self._fault}")
-                ids: Any = prompt
-                if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-                    ids = self.llm.prompt_of(prompt, template_options)
-                name = self.llm.add_request(ids, params, cache_salt=cache_salt)
+                asked = self.llm.prompt_of(prompt, template_options)
+                name = self.llm.add_request(asked, params, cache_salt=cache_salt)
                 self._listeners[name] = listen
                 started.set_result(name)
             except BaseException as error:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from phalanx.engine.inference_engine import InferenceEngine
+from phalanx.engine.runner import StepResult
 from phalanx.engine.sampler import RowLogprobs
 from phalanx.engine.scheduler import Scheduler
 from phalanx.engine.sequence import Request
 from phalanx.engine.step import LOGITS_ALL, LOGITS_LAST, LOGITS_NONE, Row, Sampler, Step, Write
-from phalanx.engine.runner import StepResult
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,7 @@ class EngineCore:
     def _finish(self, request: Request, reason: str) -> None:
         self.scheduler.finish(request, reason)
 
-    def _keep_logprobs(
-        self, flight: Flight, logprobs: RowLogprobs | None, prompt_logprobs: RowLogprobs | None
-    ) -> None:
+    def _keep_logprobs(self, flight: Flight, logprobs: RowLogprobs | None, prompt_logprobs: RowLogprobs | None) -> None:
         for index, position, entry in _logprob_entries(logprobs):
             request = flight.requests[index]
             if not request.is_finished and position == request.prompt_len + len(request.logprobs):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from phalanx.distributed.group import Group
 from phalanx.engine.runner import Runner, StepResult
 from phalanx.engine.step import Close, Fail, Message, Return, Serialize, Step, decode, encode
@@ -57,11 +59,9 @@ class Executor:
     def close(self) -> None:
         """Ends the followers and the group."""
         if self.leading:
-            try:
+            # A rank that is gone needs no goodbye.
+            with suppress(RuntimeError):
                 self.send(Close())
-            except RuntimeError:
-                # A rank that is gone needs no goodbye.
-                pass
         self.group.close()
 
     def _serialize(self, order: Serialize) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Sequence as Many
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any, Literal
 
@@ -222,7 +223,10 @@ class InferenceEngine:
                 return SchedulingResult.SequenceTokenLimitExceeded, detail
             tokens, blocks = self.model.get_kv_requirements(sequence, length, free)
             if tokens < length:
-                return SchedulingResult.KVCacheLimitExceeded, f"uid {uid} needs more blocks than the {free} that are left"
+                return (
+                    SchedulingResult.KVCacheLimitExceeded,
+                    f"uid {uid} needs more blocks than the {free} that are left",
+                )
             free -= blocks
         return SchedulingResult.Success, ""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Many
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 
 from phalanx.engine.block_pool import DUMMY_BLOCK, BlockPool
 from phalanx.engine.prefix_cache import Entry, PrefixCache
@@ -159,7 +160,9 @@ class KVManager:
             block = sequence.blocks[group][position]
             if block == DUMMY_BLOCK:
                 return
-            entry = self.cache.insert(self._root(sequence, group), parent, tokens, block, self._regimes(sequence, position))
+            entry = self.cache.insert(
+                self._root(sequence, group), parent, tokens, block, self._regimes(sequence, position)
+            )
             if entry.block == block:
                 self.pool.keep(block)
             entries.append(entry)

@@ -69,7 +69,11 @@ class LLM:
         self._names = itertools.count()
         self._closed = False
         if self.max_model_len < self.engine.model.max_sequence_length:
-            log.info("the context is %d tokens (the model's own: %d)", self.max_model_len, self.engine.model.max_sequence_length)
+            log.info(
+                "the context is %d tokens (the model's own: %d)",
+                self.max_model_len,
+                self.engine.model.max_sequence_length,
+            )
 
     @property
     def max_model_len(self) -> int:
@@ -114,8 +118,9 @@ class LLM:
 
         The model's chat template makes the prompt, special tokens included; ``template_options`` go to it.
         """
-        many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        prompts = [self.prompt_of(one, template_options) for one in many]
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        many: Any = messages if several else [messages]
+        prompts = [self._maker.chat_ids(one, template_options or {}) for one in many]
         return self.generate(prompts, params, cache_salt=cache_salt, on_finish=on_finish, **overrides)
 
     def stream(
@@ -133,10 +138,11 @@ class LLM:
             ValueError: a bad prompt or setting, at the call. RuntimeError: under torchrun (use ``generate``).
         """
         if self._team.spmd:
-            raise RuntimeError("stream is not for ranks that the user started: use generate, or let LLM start the ranks")
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            prompt = self.prompt_of(prompt, template_options)
-        name = self.add_request(prompt, sampling_params(params, **overrides), cache_salt=cache_salt)
+            raise RuntimeError(
+                "stream is not for ranks that the user started: use generate, or let LLM start the ranks"
+            )
+        setting = sampling_params(params, **overrides)
+        name = self.add_request(self.prompt_of(prompt, template_options), setting, cache_salt=cache_salt)
         return self._chunks(name)
 
     # -- one step at a time
@@ -161,16 +167,18 @@ class LLM:
         self._start(group)
         return name
 
-    def prompt_of(self, messages: Messages, template_options: Mapping[str, Any] | None = None) -> list[int]:
-        """The token ids that the chat template makes of a conversation."""
-        return self._maker.chat_ids(messages, template_options or {})
+    def prompt_of(self, prompt: Prompt | Messages, template_options: Mapping[str, Any] | None = None) -> Prompt:
+        """The token ids that the chat template makes of a conversation; any other prompt as it is."""
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            return self._maker.chat_ids(prompt, template_options or {})  # type: ignore[arg-type]
+        return prompt  # type: ignore[return-value]
 
     def group_of(self, request_id: str) -> RequestGroup:
         """The requests of an id that runs or waits."""
         return self._groups[request_id]
 
     def step(self) -> list[RequestGroup]:
-        """Runs the engine once; returns the groups of requests that got tokens or ended. Finished ones are forgotten."""
+        """Runs the engine once; returns the groups that got tokens or ended. Finished ones are forgotten."""
         touched = self.core.step()
         names = dict.fromkeys(request.request_id for request in touched)
         groups = [self._groups[name] for name in names if name in self._groups]
@@ -219,7 +227,7 @@ class LLM:
             try:
                 groups.append(self._maker.make(f"request-{next(self._names)}", prompt, setting, cache_salt))
             except ValueError as error:
-                raise type(error)(f"prompt {index}: {error}" if len(many) > 1 else str(error)) from None
+                raise ValueError(f"prompt {index}: {error}" if len(many) > 1 else str(error)) from None
         for group in groups:
             self._start(group)
         try:
@@ -227,8 +235,10 @@ class LLM:
             while waiting:
                 # Nothing touched: another caller's step may have finished ours.
                 for group in self.step() or list(waiting.values()):
-                    if group.finished and waiting.pop(group.request_id, None) and on_finish is not None:
-                        on_finish(group.output())
+                    if group.finished and group.request_id in waiting:
+                        del waiting[group.request_id]
+                        if on_finish is not None:
+                            on_finish(group.output())
         except BaseException:
             for group in groups:
                 self.abort(group.request_id)
@@ -308,4 +318,3 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 def _push_text(request: Request, token: int) -> str | None:
     """Feeds a request's text, where it has one that is read as it comes."""
     return request.text.push(token) if request.text is not None else None
-

@@ -37,8 +37,8 @@ def size_pool(runner: Runner, num_tokens: int, num_seqs: int, group: Group) -> i
         blocks = min(useful, room // size) if size else useful
         if blocks < 2:
             raise ConfigError(
-                f"a KV block takes {size} bytes and {room} bytes are left for the pool: lower max_num_batched_tokens or "
-                "max_num_seqs, or raise kv_cache_memory or memory_fraction"
+                f"a KV block takes {size} bytes and {room} bytes are left for the pool: lower max_num_batched_tokens "
+                "or max_num_seqs, or raise kv_cache_memory or memory_fraction"
             )
     mine = torch.tensor([blocks], dtype=torch.int64, device=runner.device)
     least = int(group.all_gather(mine, 0, [1] * group.size).min())

@@ -58,8 +58,9 @@ class OpenedModel:
         self.config = HFConfig(hf_config if hf_config is not None else self._carried_config(model))
 
     def _carried_config(self, model: Any) -> Mapping[str, Any]:
-        if isinstance(model, nn.Module) and hasattr(model, "config"):
-            return dict(model.config.to_dict())
+        config = getattr(model, "config", None)
+        if isinstance(model, nn.Module) and config is not None:
+            return dict(config.to_dict())
         if hasattr(self.source, "hf_config"):
             return dict(self.source.hf_config())  # type: ignore[union-attr]
         raise ModelConfigError(f"{self.name} carries no model config: pass hf_config=")

@@ -64,8 +64,8 @@ def assemble(config: EngineConfig, spec: dict[str, Any] | None, group: Group | N
         return Team(join(place, config), spmd=True)
     if spec is None:
         raise ConfigError(
-            f"tensor_parallel_size={size} starts processes that open the model themselves: give it as a path or hub id, "
-            "or start all ranks yourself with torchrun"
+            f"tensor_parallel_size={size} starts processes that open the model themselves: give it as a path or hub "
+            "id, or start all ranks yourself with torchrun"
         )
     holder: list[Group] = []
 
@@ -95,5 +95,3 @@ def set_threads(config: EngineConfig, ranks: int) -> None:
         torch.set_num_threads(config.num_threads)
     elif ranks > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-
-

@@ -25,9 +25,7 @@ class RequestMaker:
         config: for the seed and the cache salt.
     """
 
-    def __init__(
-        self, engine: InferenceEngine, tokenizer: Any, eos_ids: Iterable[int], config: EngineConfig
-    ) -> None:
+    def __init__(self, engine: InferenceEngine, tokenizer: Any, eos_ids: Iterable[int], config: EngineConfig) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer) if tokenizer is not None else None
@@ -105,7 +103,9 @@ class RequestMaker:
             if not ids:
                 raise ValueError("the prompt is empty: this model's tokenizer makes no token of it")
         elif isinstance(prompt, Sequence):
-            ids = [int(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value for value in prompt]
+            ids = [
+                int(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value for value in prompt
+            ]
         else:
             raise ValueError(f"a prompt is a text or a list of token ids, given a {type(prompt).__name__}")
         check_ids(ids, self.engine.model.vocab_size, "the prompt")

@@ -1,4 +1,4 @@
-"""Runner: one rank's half of a step. It keeps the tables that steps change, builds the RaggedBatch and runs the forward.
+"""Runner: one rank's half of a step. It keeps the tables that steps change, builds the batch and runs the forward.
 
 Two tables live on the device, a row a slot: the tokens (prompts are written, drawn tokens are written back, input ids
 are read from it, so that a step never waits for the host to learn the last one's tokens) and the blocks. All index

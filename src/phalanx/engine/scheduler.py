@@ -66,13 +66,14 @@ class Scheduler:
         # A stable sort: answers first, then prompts, each in order of arrival.
         for request in sorted(todo, key=lambda r: r.num_tokens - r.num_computed > 1):
             count = min(request.num_tokens - request.num_computed, budget)
-            if count < 1 or request.status is not Status.RUNNING:
+            # A request may have been preempted for one before it.
+            if count < 1 or request not in self.running:
                 continue
             if not self.kv.allocate(request, count):
                 if not drained:
                     return {}
                 budget += self._make_room(request, count, step)
-                if request.status is not Status.RUNNING:
+                if request not in self.running:
                     continue
             step[request] = count
             budget -= count

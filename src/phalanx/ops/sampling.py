@@ -149,8 +149,8 @@ def invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of raw logits [R, V]: of the ``chosen`` token [R], and ids and values of the ``count`` likeliest
-    (int64 and float32 [R, count])."""
+    """Log-probabilities of raw logits [R, V]: of the ``chosen`` token [R], and ids and values of the ``count``
+    likeliest (int64 and float32 [R, count])."""
     logprobs = logits.log_softmax(-1)
     mine = logprobs.gather(1, chosen.clamp_min(0)[:, None])[:, 0]
     values, ids = logprobs.topk(count, dim=-1)
