@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,26 @@ class HFConfig(Mapping[str, Any]):
     A mapping that is also read by attribute; the text part of a multimodal config lies on top of it.
 
     Args:
-        values: as in ``config.json``; not changed.
+        values: as in ``config.json`` (a torch.dtype is taken for its name); not changed.
 
     Raises:
-        ModelConfigError: no ``model_type``.
+        ModelConfigError: no ``model_type``, or a value that JSON cannot hold.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        given = dict(values)
-        if not isinstance(given.get("model_type"), str):
-            raise ModelConfigError("the model config has no `model_type`: is this a transformers config.json?")
+        given = _as_json(values)
+        model_type = given.get("model_type")
+        if not isinstance(model_type, str):
+            raise ModelConfigError(
+                f"the model config has no `model_type` (given {model_type!r}): is this a transformers config.json?"
+            )
         text = given.pop("text_config", None)
-        if isinstance(text, Mapping):
-            given = {**given, **text, "model_type": given["model_type"]}
+        text_type = None
+        if isinstance(text, dict):
+            text_type = text.get("model_type")
+            given = {**given, **text, "model_type": model_type}
         self._given = given
-        self._values = {**_library_defaults(given["model_type"]), **given}
+        self._values = {**_library_defaults(model_type, text_type), **given}
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -54,6 +60,24 @@ class HFConfig(Mapping[str, Any]):
             return self._values[name]
         except KeyError:
             raise ModelConfigError(f"the config of model_type {self['model_type']!r} has no `{name}`") from None
+
+    def integer(self, name: str) -> int:
+        """A value that must be a whole number.
+
+        Raises:
+            ModelConfigError: it is absent or something else.
+        """
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelConfigError(f"the config says {name}={value!r}: expected a whole number")
+        return value
+
+    def number(self, name: str) -> float:
+        """A value that must be a number; ModelConfigError for anything else."""
+        value = getattr(self, name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ModelConfigError(f"the config says {name}={value!r}: expected a number")
+        return float(value)
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -97,20 +121,48 @@ def read_config(folder: str | Path) -> HFConfig:
     return HFConfig(values)
 
 
-def _library_defaults(model_type: str) -> dict[str, Any]:
-    """What transformers assumes for keys that a config of this type leaves out; {} for types it does not know."""
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy as JSON holds it, so that a config in memory equals itself written and read."""
+
+    def name_of(value: Any) -> str:
+        if isinstance(value, torch.dtype):
+            return str(value).removeprefix("torch.")
+        raise TypeError(f"a {type(value).__name__} ({value!r}) is no JSON value")
+
+    try:
+        result: dict[str, Any] = json.loads(json.dumps(dict(values), default=name_of))
+    except (TypeError, ValueError) as error:
+        raise ModelConfigError(f"the model config is not like a config.json: {error}") from None
+    return result
+
+
+@cache
+def _library_defaults(model_type: str, text_type: str | None) -> Mapping[str, Any]:
+    """What transformers assumes for keys that a config of this type leaves out; {} for types it does not know.
+
+    Args:
+        text_type: the type that a nested text config names; None where there is none.
+    """
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
         return {}
     config = CONFIG_MAPPING[model_type]()
-    text = config.get_text_config()
-    defaults = {**config.to_dict(), **text.to_dict()}
-    # The rope of a default instance describes its own sizes; a file that says nothing has plain rope at its theta.
-    rope = defaults.pop("rope_parameters", None)
-    if isinstance(rope, Mapping) and "rope_theta" in rope:
-        defaults.setdefault("rope_theta", rope["rope_theta"])
-    # Derived from the default instance's sizes, not from the file's.
-    for key in ("head_dim", "num_key_value_heads", "dtype", "torch_dtype", "architectures", "model_type"):
-        defaults.pop(key, None)
+    text = CONFIG_MAPPING[text_type]() if text_type and text_type in CONFIG_MAPPING else config.get_text_config()
+    defaults = {**_declared(config), **_declared(text)}
+    # Rope of the default instance is for its own sizes; only the numbers that do not depend on them are defaults.
+    rope = getattr(text, "rope_parameters", None)
+    if isinstance(rope, Mapping):
+        kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        defaults = {**kept, **defaults}
     return defaults
+
+
+def _declared(config: Any) -> dict[str, Any]:
+    """The defaults that a config class states.
+
+    A value of the instance that the class leaves None (``head_dim``, ``num_key_value_heads``, ``layer_types``, ...) is
+    derived from the other defaults, and would be wrong beside the values of a file.
+    """
+    stated = {key: value for key, value in config.to_dict().items() if getattr(type(config), key, None) is not None}
+    return {key: value for key, value in stated.items() if key not in ("model_type", "rope_parameters", "text_config")}

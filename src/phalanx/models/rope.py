@@ -1,7 +1,7 @@
 """Rotary position frequencies: every kind that configs name, evaluated for each token.
 
-Formulas follow the papers and transformers' ``modeling_rope_utils``: linear (kaiokendev), dynamic NTK (bloc97, emozilla),
-YaRN (arXiv:2309.00071), LongRoPE (arXiv:2402.13753), Llama 3.1 (its model card).
+Formulas follow the papers and transformers' ``modeling_rope_utils``: linear (kaiokendev), dynamic NTK (bloc97,
+emozilla), YaRN (arXiv:2309.00071), LongRoPE (arXiv:2402.13753), Llama 3.1 (its model card).
 
 A token's frequencies may depend on a length (dynamic, longrope). That length belongs to the token, not to the step: a
 prompt's tokens take the prompt's length, a generated token its own position + 1. Chunking, preemption and batch mates
@@ -60,29 +60,43 @@ def rope_settings(config: HFConfig, head_dim: int) -> RopeSettings:
     """Rope of a config: ``rope_parameters`` (new), or ``rope_theta`` with ``rope_scaling`` (old; ``type`` too).
 
     Raises:
-        ModelConfigError: an unknown kind, a missing or impossible number.
+        ModelConfigError: an unknown kind, a missing or impossible number, two spellings that disagree.
     """
     given = config.given
-    values = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    values = _one_spelling(given)
     kind = values.pop("rope_type", None) or values.pop("type", None) or "default"
     values.pop("type", None)
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ModelConfigError(f"rope parameters per layer type ({', '.join(values)}) are not supported by this model")
     if kind not in KINDS:
         raise ModelConfigError(f"rope type {kind!r} is unknown: supported are {', '.join(KINDS)}")
-    theta = values.pop("rope_theta", None) or given.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = values.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     partial = values.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    rotary_dim = int(head_dim * partial)
+    rotary_dim = int(head_dim * _positive("partial_rotary_factor", partial))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelConfigError(f"rope over {rotary_dim} of {head_dim} elements: an even, positive part is needed")
-    max_positions = int(config.max_position_embeddings)
-    top_level = given.get("original_max_position_embeddings")
+    max_positions = config.integer("max_position_embeddings")
+    inside = values.pop("original_max_position_embeddings", None)
     # Phi-3 writes the original length beside rope_scaling, others inside; llama3 and yarn default to the maximum.
-    original = int(top_level or values.pop("original_max_position_embeddings", None) or max_positions)
-    values.pop("original_max_position_embeddings", None)
-    settings = RopeSettings(kind, float(theta), rotary_dim, max_positions, original, values)
+    original = given.get("original_max_position_embeddings") or inside or max_positions
+    original = int(_positive("original_max_position_embeddings", original))
+    settings = RopeSettings(kind, _positive("rope_theta", theta), rotary_dim, max_positions, original, values)
     _check(settings)
     return settings
+
+
+def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` and ``rope_scaling`` as one; a config may carry both, if they say the same."""
+    merged: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = given.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise ModelConfigError(f"the config says {name}={value!r}: expected an object")
+        differing = [key for key in value if key in merged and merged[key] != value[key]]
+        if differing:
+            raise ModelConfigError(f"rope_parameters and rope_scaling disagree about {', '.join(differing)}: keep one")
+        merged.update(value)
+    return merged
 
 
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -93,20 +107,40 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
+LISTS = ("short_factor", "long_factor")
+NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow")
 
 
 def _check(rope: RopeSettings) -> None:
+    values = rope.parameters
     for name in REQUIRED[rope.kind]:
-        if name not in rope.parameters:
-            raise ModelConfigError(f"rope type {rope.kind!r} needs `{name}`; given: {dict(rope.parameters)}")
-    factor = rope.parameters.get("factor")
-    if factor is not None and not (isinstance(factor, (int, float)) and factor >= 1):
-        raise ModelConfigError(f"rope `factor` must be a number >= 1, given {factor!r}")
-    for name in ("short_factor", "long_factor"):
-        if rope.kind == "longrope" and len(rope.parameters[name]) != rope.rotary_dim // 2:
-            raise ModelConfigError(
-                f"rope `{name}` has {len(rope.parameters[name])} numbers, expected rotary_dim / 2 = {rope.rotary_dim // 2}"
-            )
+        if values.get(name) is None:
+            raise ModelConfigError(f"rope type {rope.kind!r} needs `{name}`; given: {dict(values)}")
+    for name in NUMBERS:
+        if values.get(name) is not None:
+            _positive(name, values[name])
+    if values.get("factor") is not None and values["factor"] < 1:
+        raise ModelConfigError(f"rope `factor` must be at least 1, given {values['factor']!r}")
+    if rope.kind == "llama3" and values["low_freq_factor"] >= values["high_freq_factor"]:
+        raise ModelConfigError(
+            f"rope `low_freq_factor` ({values['low_freq_factor']}) must be below `high_freq_factor` "
+            f"({values['high_freq_factor']})"
+        )
+    if rope.kind == "dynamic" and rope.rotary_dim < 4:
+        raise ModelConfigError(f"rope type 'dynamic' stretches over 4 elements at least, here it has {rope.rotary_dim}")
+    expected = rope.rotary_dim // 2
+    for name in LISTS if rope.kind == "longrope" else ():
+        if not isinstance(values[name], list) or len(values[name]) != expected:
+            count = f"{len(values[name])} numbers" if isinstance(values[name], list) else repr(values[name])
+            raise ModelConfigError(f"rope `{name}` has {count}, expected a list of rotary_dim / 2 = {expected}")
+        for number in values[name]:
+            _positive(name, number)
+
+
+def _positive(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ModelConfigError(f"rope `{name}` must be a positive number, given {value!r}")
+    return float(value)
 
 
 class RotaryEmbedding:
