@@ -18,11 +18,14 @@ MAPPING = "PARAM_MAPPING"
 
 
 class Target(NamedTuple):
-    """Where a checkpoint tensor goes: ``parameter.dependency``, and the index of a list's entry."""
+    """Where a checkpoint tensor goes: ``parameter.dependency``, and the place in a list."""
 
     parameter: str
     dependency: str
-    index: int | None = None
+    place: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.parameter}.{self.dependency}" + ("" if self.place is None else f"[{self.place}]")
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,22 @@ class Rule:
     pattern: re.Pattern[str]
     is_list: bool
 
+    def match(self, name: str) -> tuple[Target, ...]:
+        """What a source name feeds by this rule; () where the rule is for other names."""
+        found = self.pattern.fullmatch(name)
+        if found is None:
+            return ()
+        place = int(found.group(1)) if self.is_list else None
+        return tuple(target._replace(place=place) for target in self.targets)
+
 
 class LayerContainer:
     """The parameters of a layer (or of all that is in no layer), declared by annotation.
 
-    ``PARAM_MAPPING`` maps source names, relative to the layer, to ``"parameter.dependency"`` or several of them. A ``*``
-    matches anything in a name; for lists there is exactly one, the index. Everything is checked when the class is
-    defined. A subclass adds to what its bases declare and wins over them; mapping a source to None takes it out.
+    ``PARAM_MAPPING`` maps source names, relative to the layer, to ``"parameter.dependency"`` or several of them. A
+    ``*`` matches anything in a name; for lists there is exactly one, the index. Everything is checked when the class
+    is defined. A subclass adds to what its bases declare and wins over them; mapping a source to None takes it out.
+    Without any mapping the dependencies are set by hand: ``container.qkv.q_params = tensor``.
 
     Raises:
         DeclarationError: at class definition, naming the class, the rule and the valid choices.
@@ -50,39 +62,31 @@ class LayerContainer:
     parameters: ClassVar[dict[str, type[ParameterBase]]] = {}
     rules: ClassVar[tuple[Rule, ...]] = ()
 
+    _own_parameters: ClassVar[dict[str, type[ParameterBase]]] = {}
+    _own_mapping: ClassVar[dict[str, tuple[str, ...]]] = {}
+    _mapping: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    inference_model: TransformerModel
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        parameters: dict[str, type[ParameterBase]] = {}
-        mapping: dict[str, tuple[str, ...]] = {}
-        for base in reversed(cls.__mro__[1:]):
-            if issubclass(base, LayerContainer):
-                parameters.update(vars(base).get("parameters", {}))
-                mapping.update(vars(base).get("_mapping", {}))
-        own = resolved_annotations(cls, sys._getframe(1))
-        if MAPPING in own and MAPPING not in vars(cls):
-            raise DeclarationError(f"{cls.__name__}: {MAPPING} is annotated but not assigned; write `{MAPPING} = {{...}}`")
-        own = {name: kind for name, kind in own.items() if isinstance(kind, type) and issubclass(kind, ParameterBase)}
-        for name, kind in own.items():
-            if not kind.dependencies:
-                raise DeclarationError(f"{cls.__name__}.{name}: {kind.__name__} declares no dependency")
-            if getattr(kind.finalize, "__isabstractmethod__", False):
-                raise DeclarationError(f"{cls.__name__}.{name}: {kind.__name__} has no finalize()")
-        parameters.update(own)
-        given = vars(cls).get(MAPPING, {})
-        if not isinstance(given, Mapping):
-            raise DeclarationError(f"{cls.__name__}: {MAPPING} must be a dict, given a {type(given).__name__}")
-        fresh = {source: _as_targets(cls, source, value) for source, value in given.items() if value is not None}
-        cls.parameters = parameters
-        cls._mapping = {**_inherited(mapping, set(given), fresh, set(own), parameters), **fresh}
+        cls._own_parameters = _declared_parameters(cls, resolved_annotations(cls, sys._getframe(1)))
+        cls._own_mapping = _declared_mapping(cls)
+        cls.parameters, cls._mapping = _inherited(cls)
         cls.rules = _checked_rules(cls)
-
-    _mapping: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def __init__(self, model: TransformerModel) -> None:
         self.inference_model = model
         self._finalized: set[str] = set()
         for name, kind in self.parameters.items():
             setattr(self, name, kind(model, self, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{type(self).__name__} has no parameter {name!r}; it has {', '.join(self.parameters) or 'none'}"
+        )
 
     # -- what it is made of
 
@@ -118,27 +122,23 @@ class LayerContainer:
     # -- filling it
 
     def resolve(self, name: str) -> tuple[Target, ...]:
-        """The targets of a source name, () for one that no rule knows.
+        """The targets of a source name, () for one that no rule knows. A rule without ``*`` goes before those with.
 
         Raises:
             ValueError: several wildcard rules match it.
         """
-        matches = []
-        for rule in self.rules:
-            if rule.source == name:
-                return rule.targets
-            found = rule.pattern.fullmatch(name)
-            if found:
-                index = int(found.group(1)) if rule.is_list else None
-                matches.append((rule.source, tuple(target._replace(index=index) for target in rule.targets)))
+        matches = {rule.source: targets for rule in self.rules if (targets := rule.match(name))}
+        if name in matches:
+            return matches[name]
         if len(matches) > 1:
             raise ValueError(
-                f"{type(self).__name__}: {name!r} is matched by {len(matches)} rules: {', '.join(s for s, _ in matches)}"
+                f"{type(self).__name__}: {name!r} is matched by {len(matches)} rules: {', '.join(matches)}; "
+                "let one of them match"
             )
-        return matches[0][1] if matches else ()
+        return next(iter(matches.values()), ())
 
     def set_dependency(self, name: str, value: Any) -> None:
-        """Gives a source tensor to all that it feeds; ``value`` is a tensor or a lazy file tensor.
+        """Routes a checkpoint tensor (or lazy file tensor) to what it feeds.
 
         Raises:
             ValueError: no rule knows the name (the nearest are named), or it was set before.
@@ -149,23 +149,27 @@ class LayerContainer:
         for target in targets:
             parameter = getattr(self, target.parameter)
             if not isinstance(parameter, ParameterBase):
-                raise ValueError(f"{type(self).__name__}.{target.parameter} is finalised: {name!r} came too late or twice")
-            if target.index is None:
+                raise ValueError(
+                    f"{type(self).__name__}.{target.parameter} is finalised: {name!r} came too late or twice"
+                )
+            if target.place is None:
                 parameter.set(target.dependency, value)
             else:
-                parameter.values[target.dependency][target.index] = value
+                parameter.values[target.dependency][target.place] = value
 
     def near(self, name: str) -> str:
         """The source names that are most like ``name``, as the end of an error message."""
         close = get_close_matches(name, list(self._mapping), n=3, cutoff=0.4)
-        return f"; nearest: {', '.join(close)}" if close else f"; known: {', '.join(self._mapping)}"
+        return f"; nearest: {', '.join(close)}" if close else f"; known: {', '.join(self._mapping) or 'none'}"
 
     def direct_injection(self, name: str, value: InferenceParameter | None) -> None:
         """Puts a finished parameter in place, as when a serialised checkpoint is loaded.
 
         Raises:
-            ValueError: no such parameter, or one that is finalised already.
+            ValueError: no such parameter, or one that is finalised already. TypeError: a value of another kind.
         """
+        if value is not None and not isinstance(value, InferenceParameter):
+            raise TypeError(f"{type(self).__name__}.{name} takes an InferenceParameter or None, given {type(value)!r}")
         if name not in self.parameters:
             raise ValueError(f"{type(self).__name__} has no parameter {name!r}; it has {', '.join(self.parameters)}")
         if name in self._finalized:
@@ -187,52 +191,91 @@ class LayerContainer:
             if isinstance(parameter, ParameterBase):
                 parameter.settle(frozenset(by_parameter.get(name, ())))
 
-    def sources_of(self, parameter: str, dependency: str) -> list[str]:
-        """The source names that feed a dependency."""
-        wanted = Target(parameter, dependency)
-        return [rule.source for rule in self.rules if wanted in rule.targets]
+    def source_of(self, target: Target) -> str:
+        """The source name that feeds a target; ``parameter.dependency`` where no rule does."""
+        tensor = target._replace(place=None)
+        source = next((rule.source for rule in self.rules if tensor in rule.targets), str(target))
+        return source if target.place is None else source.replace("*", str(target.place))
 
     def missing(self) -> list[str]:
-        """What has not come: source names where a rule gives one, else ``parameter.dependency``."""
-        found = []
-        for name in self.parameters:
-            parameter = getattr(self, name)
-            if isinstance(parameter, ParameterBase):
-                for entry in parameter.missing():
-                    dependency, _, index = entry.partition("[")
-                    sources = self.sources_of(name, dependency)
-                    shown = sources[0].replace("*", index.rstrip("]")) if sources else f"{name}.{entry}"
-                    found.append(shown)
-        return found
+        """The source names of what has not come."""
+        parameters = {name: getattr(self, name) for name in self.parameters}
+        return [
+            self.source_of(Target(name, dependency, place))
+            for name, parameter in parameters.items()
+            if isinstance(parameter, ParameterBase)
+            for dependency, places in parameter.missing().items()
+            for place in places
+        ]
 
 
-def _as_targets(cls: type, source: str, value: Any) -> tuple[str, ...]:
-    targets = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else None
-    if not targets or not all(isinstance(target, str) for target in targets):
-        raise DeclarationError(
-            f"{cls.__name__}: rule {source!r} maps to {value!r}; expected 'parameter.dependency', a list of them, or None"
-        )
-    return targets
+def _declared_parameters(cls: type[LayerContainer], annotations: Mapping[str, Any]) -> dict[str, type[ParameterBase]]:
+    """The parameters that a class body annotates, checked."""
+    if MAPPING in annotations and MAPPING not in vars(cls):
+        raise DeclarationError(f"{cls.__name__}: {MAPPING} is annotated but not assigned; write `{MAPPING} = {{...}}`")
+    found = {name: k for name, k in annotations.items() if isinstance(k, type) and issubclass(k, ParameterBase)}
+    for name, kind in found.items():
+        where = f"{cls.__name__}.{name}"
+        if hasattr(LayerContainer, name) or name in LayerContainer.__annotations__:
+            raise DeclarationError(f"{where}: every container has something called {name!r}; choose another name")
+        if not kind.dependencies:
+            raise DeclarationError(
+                f"{where}: {kind.__name__} declares no dependency; annotate one, `params: torch.Tensor`"
+            )
+        if getattr(kind.finalize, "__isabstractmethod__", False):
+            raise DeclarationError(f"{where}: {kind.__name__} has no finalize()")
+    return found
 
 
-def _inherited(
-    mapping: dict[str, tuple[str, ...]],
-    remapped: set[str],
-    fresh: dict[str, tuple[str, ...]],
-    redeclared: set[str],
-    parameters: dict[str, type[ParameterBase]],
-) -> dict[str, tuple[str, ...]]:
-    """The rules of the bases that still stand: not mapped anew, and not feeding what the child declares otherwise."""
-    claimed = {target for targets in fresh.values() for target in targets}
+def _declared_mapping(cls: type[LayerContainer]) -> dict[str, tuple[str, ...]]:
+    """The rules that a class body states, as source -> targets; () takes an inherited rule out."""
+    given = vars(cls).get(MAPPING, {})
+    if not isinstance(given, Mapping):
+        raise DeclarationError(f"{cls.__name__}: {MAPPING} must be a dict, given a {type(given).__name__}")
+    known = {source for base in cls.__mro__[1:] for source in vars(base).get("_own_mapping", ())}
+    mapping: dict[str, tuple[str, ...]] = {}
+    for source, value in given.items():
+        where = f"{cls.__name__}: rule {source!r}"
+        if not isinstance(source, str):
+            raise DeclarationError(f"{where}: a source name is a string, given a {type(source).__name__}")
+        if value is None:
+            if source not in known:
+                raise DeclarationError(
+                    f"{where}: takes out a rule that no base has; they have {_listed(sorted(known))}"
+                )
+            mapping[source] = ()
+            continue
+        targets = (value,) if isinstance(value, str) else value
+        if not isinstance(targets, (list, tuple)) or not targets or not all(isinstance(t, str) for t in targets):
+            raise DeclarationError(
+                f"{where}: maps to {value!r}; expected 'parameter.dependency', a list of them, or None"
+            )
+        mapping[source] = tuple(targets)
+    return mapping
 
-    def stands(target: str) -> bool:
-        name, _, dependency = target.partition(".")
-        return target not in claimed and not (
-            name in redeclared and dependency not in parameters[name].dependencies
-        )
 
-    kept = {source: tuple(filter(stands, targets)) for source, targets in mapping.items() if source not in remapped}
-    return {source: targets for source, targets in kept.items() if targets}
+def _inherited(cls: type[LayerContainer]) -> tuple[dict[str, type[ParameterBase]], dict[str, tuple[str, ...]]]:
+    """Parameters and rules of a class and its bases, from the farthest base on; whoever comes later wins.
+
+    An older rule no longer feeds what a later one feeds, nor what a redeclared parameter has no dependency for.
+    """
+    parameters: dict[str, type[ParameterBase]] = {}
+    mapping: dict[str, tuple[str, ...]] = {}
+    for base in reversed(cls.__mro__):
+        own: dict[str, type[ParameterBase]] = vars(base).get("_own_parameters", {})
+        fresh: dict[str, tuple[str, ...]] = vars(base).get("_own_mapping", {})
+        parameters.update(own)
+        gone = {target for targets in fresh.values() for target in targets}
+        for targets in mapping.values():
+            split = [(target, *target.partition(".")[::2]) for target in targets]
+            gone.update(t for t, name, dependency in split if name in own and dependency not in own[name].dependencies)
+        mapping = {source: tuple(t for t in targets if t not in gone) for source, targets in mapping.items()}
+        mapping = {source: targets for source, targets in {**mapping, **fresh}.items() if targets}
+    return parameters, mapping
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def _checked_rules(cls: type[LayerContainer]) -> tuple[Rule, ...]:
@@ -247,7 +290,7 @@ def _checked_rules(cls: type[LayerContainer]) -> tuple[Rule, ...]:
                 raise DeclarationError(f"{where}: target {text!r} is not of the form 'parameter.dependency'")
             if name not in cls.parameters:
                 raise DeclarationError(
-                    f"{where}: no parameter {name!r} in this container; it has {', '.join(cls.parameters) or 'none'}"
+                    f"{where}: no parameter {name!r} in this container; it has {_listed(cls.parameters)}"
                 )
             kind = cls.parameters[name]
             if dependency not in kind.dependencies:
@@ -257,7 +300,7 @@ def _checked_rules(cls: type[LayerContainer]) -> tuple[Rule, ...]:
                 )
             if (name, dependency) in claimed:
                 raise DeclarationError(
-                    f"{where}: {text!r} is already fed by rule {claimed[name, dependency]!r}; a dependency has one source"
+                    f"{where}: {text!r} is fed by rule {claimed[name, dependency]!r} already; keep one of the two"
                 )
             claimed[name, dependency] = source
             targets.append(Target(name, dependency))

@@ -33,7 +33,7 @@ class ContainerMap:
         return self._rest
 
     def set_transformer_params(self, prefixes: str | Iterable[str], containers: Sequence[LayerContainer]) -> None:
-        """The containers of the layers, found as ``<prefix>.<index>.<name>``; classes may differ from layer to layer."""
+        """The containers of the layers, found as ``<prefix>.<index>.<name>``; their classes may differ."""
         self._prefixes = _names(prefixes)
         self._layers = list(containers)
 
@@ -42,38 +42,44 @@ class ContainerMap:
         self._rest = container
 
     def set_unmapped_params(self, prefixes: str | Iterable[str]) -> None:
-        """Names, prefixes or patterns that are ignored."""
+        """Names, prefixes or patterns that are ignored, beside those of earlier calls."""
         for text in _names(prefixes):
             whole = ".*".join(re.escape(part) for part in text.split("*"))
             self._unmapped.append(re.compile(whole + r"(\..*)?"))
 
-    def begin(self, names: Iterable[str] | Mapping[str, Sequence[int]]) -> None:
+    def begin(self, names: Iterable[str] | Mapping[str, Sequence[int] | None], problems: Iterable[str] = ()) -> None:
         """Announces all source names that will come, with their shapes where known; settles what will not.
 
+        Args:
+            problems: found elsewhere, to be listed with those found here.
+
         Raises:
-            WeightError: listing *all* unknown names, missing tensors and wrong shapes. Nothing has been read then.
+            WeightError: listing *all* problems: unknown names, missing tensors, tensors that the config has no use for,
+                dependencies fed twice, wrong shapes. Nothing has been read then.
         """
         shapes = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names)
-        problems: list[str] = []
-        arriving: dict[int, list[Target]] = {id(container): [] for container in self._containers()}
+        found = list(problems)
+        coming: dict[LayerContainer, dict[Target, str]] = {container: {} for container in self._containers()}
         for name, shape in shapes.items():
             try:
-                found = self._locate(name)
+                place = self._locate(name)
             except ValueError as error:
-                problems.append(str(error))
+                found.append(str(error))
                 continue
-            if found is None:
+            if place is None:
                 continue
-            container, relative = found
+            container, relative = place
             for target in container.resolve(relative):
-                arriving[id(container)].append(target)
-                problems += _shape_problems(name, shape, container, target)
+                first = coming[container].setdefault(target, name)
+                if first != name:
+                    found.append(f"fed twice: {name} and {first} are both {type(container).__name__}.{target}")
+                found += _misfits(name, shape, container, target)
         for container, prefix in self._labelled():
-            problems += _absent(container, arriving[id(container)], prefix)
-        if problems:
-            raise WeightError(*problems)
-        for container in self._containers():
-            container.settle(arriving[id(container)])
+            found += _absent(container, set(coming[container]), prefix)
+        if found:
+            raise WeightError(*found)
+        for container, targets in coming.items():
+            container.settle(targets)
 
     def map_param(self, name: str, value: Any) -> None:
         """Routes one tensor (or lazy file tensor) to its container; unmapped names are dropped.
@@ -87,16 +93,19 @@ class ContainerMap:
             container.set_dependency(relative, value)
 
     def validate(self) -> None:
-        """Settles optional dependencies that were never announced, and checks that all is there.
+        """Settles optional dependencies that were never announced, and checks that all is there, on the model's device.
 
         Raises:
             WeightError: listing *everything* that is missing.
         """
-        for container in self._containers():
+        problems: list[str] = []
+        for container, prefix in self._labelled():
             container.settle(())
-        problems = [
-            f"missing: {prefix}{name}" for container, prefix in self._labelled() for name in container.missing()
-        ]
+            missing = container.missing()
+            problems += [f"missing: {prefix}{name}" for name in missing]
+            if not missing and not container.is_initialized:
+                label = prefix or "outside the layers: "
+                problems.append(f"{label}{type(container).__name__} is not finalised, or not on the model's device")
         if problems:
             raise WeightError(*problems)
 
@@ -114,55 +123,56 @@ class ContainerMap:
             return None
         for prefix in self._prefixes:
             index, _, relative = name.removeprefix(prefix + ".").partition(".")
-            if not name.startswith(prefix + ".") or not index.isdigit():
+            if not name.startswith(prefix + ".") or not index.isdecimal():
                 continue
             if int(index) >= len(self._layers):
                 raise ValueError(f"unknown tensor {name!r}: the model has layers 0 to {len(self._layers) - 1}")
             container = self._layers[int(index)]
             if not container.resolve(relative):
-                raise ValueError(f"unknown tensor {name!r}: {type(container).__name__} has no rule{container.near(relative)}")
+                kind = type(container).__name__
+                raise ValueError(f"unknown tensor {name!r}: {kind} has no rule for it{container.near(relative)}")
             return container, relative
         if self._rest is not None and self._rest.resolve(name):
             return self._rest, name
-        known = ", ".join(f"{prefix}.*" for prefix in self._prefixes)
+        known = " or ".join(f"{prefix}.<layer>" for prefix in self._prefixes) or "a layer prefix"
         hint = self._rest.near(name) if self._rest is not None else ""
-        raise ValueError(f"unknown tensor {name!r}: neither under {known or 'a layer prefix'} nor outside the layers{hint}")
+        raise ValueError(f"unknown tensor {name!r}: it is neither under {known} nor known outside the layers{hint}")
 
 
 def _names(value: str | Iterable[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _shape_problems(
-    name: str, shape: Sequence[int] | None, container: LayerContainer, target: Target
-) -> list[str]:
+def _misfits(name: str, shape: Sequence[int] | None, container: LayerContainer, target: Target) -> list[str]:
+    """What is wrong with a tensor of this shape for what it feeds."""
     parameter = getattr(container, target.parameter)
-    if shape is None or not isinstance(parameter, ParameterBase):
-        return []
-    expected = parameter.expected_shape(target.dependency, len(shape))
-    if expected is None or tuple(expected) == tuple(shape):
+    if not isinstance(parameter, ParameterBase):
+        return [f"fed twice: {name} is for {type(container).__name__}.{target.parameter}, which is finalised"]
+    if target.place is not None and target.place >= len(parameter.values[target.dependency]):
+        count = len(parameter.values[target.dependency])
+        return [f"unknown tensor {name!r}: {type(container).__name__}.{target}, but the model has {count} of them"]
+    expected = None if shape is None else parameter.expected_shape(target.dependency, len(shape))
+    if shape is None or expected is None or tuple(expected) == tuple(shape):
         return []
     return [f"wrong shape: {name} is {tuple(shape)}, the config asks for {tuple(expected)}"]
 
 
-def _absent(container: LayerContainer, arriving: list[Target], prefix: str) -> list[str]:
-    """Tensors that the container needs and that will not come."""
-    coming = {(target.parameter, target.dependency) for target in arriving}
-    indices = {(target.parameter, target.dependency, target.index) for target in arriving}
+def _absent(container: LayerContainer, coming: set[Target], prefix: str) -> list[str]:
+    """Tensors that the container needs and that will not come, or that come and that it must not have."""
     problems = []
     for name in container.parameters:
         parameter = getattr(container, name)
         if not isinstance(parameter, ParameterBase):
             continue
         for dependency in parameter.dependencies.values():
-            sources = container.sources_of(name, dependency.name) or [f"{name}.{dependency.name}"]
+            target = Target(name, dependency.name)
+            label = f"{prefix}{container.source_of(target)}"
             if dependency.list_type is not None:
-                length = len(parameter.values[dependency.name])
-                gone = [i for i in range(length) if (name, dependency.name, i) not in indices]
-                problems += [f"missing: {prefix}{sources[0].replace('*', str(i))}" for i in gone]
-            elif (name, dependency.name) not in coming:
+                places = [target._replace(place=place) for place in range(len(parameter.values[dependency.name]))]
+                problems += [f"missing: {prefix}{container.source_of(each)}" for each in places if each not in coming]
+            elif target not in coming:
                 if not dependency.optional or parameter.required(dependency.name):
-                    problems.append(f"missing: {prefix}{sources[0]}")
+                    problems.append(f"missing: {label}")
             elif dependency.optional and parameter.required(dependency.name) is False:
-                problems.append(f"not expected: {prefix}{sources[0]}: the config says that the model has none")
+                problems.append(f"not expected: {label}: the config says that the model has none")
     return problems

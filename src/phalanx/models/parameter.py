@@ -12,12 +12,15 @@ import sys
 import types
 import typing
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 from torch import Tensor
+
+from phalanx.weights import WeightError
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +78,7 @@ class ParametrizedList:
         super().__init_subclass__(**kwargs)
         if not isinstance(getattr(cls, "count_attr", None), str):
             raise DeclarationError(
-                f"{cls.__name__}: a ParametrizedList needs `count_attr`, the name of the model attribute with its length"
+                f"{cls.__name__}: a ParametrizedList needs `count_attr`, the model attribute that holds its length"
             )
 
     def __init__(self, owner: ParameterBase, name: str, length: int) -> None:
@@ -87,7 +90,9 @@ class ParametrizedList:
     def __setitem__(self, index: int, value: Any) -> None:
         label = f"{self._owner.label}.{self._name}"
         if not 0 <= index < len(self._values):
-            raise IndexError(f"{label}[{index}]: the list has {len(self._values)} entries ({self.count_attr})")
+            raise IndexError(
+                f"{label}[{index}]: the list has {len(self._values)} entries (`{self.count_attr}`), from 0 on"
+            )
         if value is None:
             raise ValueError(f"{label}[{index}] was given None: a list takes tensors")
         if self._values[index] is not None:
@@ -113,7 +118,7 @@ class ParametrizedList:
 
 
 @cache
-def ParamList(count_attr: str) -> type[ParametrizedList]:  # noqa: N802 - reads as the type that it makes
+def ParamList(count_attr: str) -> type[ParametrizedList]:
     """The list type whose length is the model's attribute ``count_attr``."""
     return type(f"ParamList_{count_attr}", (ParametrizedList,), {"count_attr": count_attr})
 
@@ -132,7 +137,11 @@ class Dependency:
         self.optional = optional
 
     def __get__(self, owner: ParameterBase | None, kind: type) -> Any:
-        return self if owner is None else owner.values[self.name]
+        if owner is None:
+            return self
+        if self.name not in owner.values:
+            raise AttributeError(f"{owner.label}.{self.name} is not here: it has not come, or was let go by finalize()")
+        return owner.values[self.name]
 
     def __set__(self, owner: ParameterBase, value: Any) -> None:
         if self.list_type is not None:
@@ -150,34 +159,49 @@ class ParameterBase(ABC):
         name: its name there.
 
     Raises:
-        DeclarationError: a list whose ``count_attr`` the model lacks.
+        DeclarationError: a list whose ``count_attr`` the model lacks; at class definition, an annotation that cannot be
+            evaluated, a list that is optional, a dependency with the name of something that every Parameter has.
     """
 
     dependencies: ClassVar[dict[str, Dependency]] = {}
+    _own_dependencies: ClassVar[dict[str, Dependency]] = {}
+
+    inference_model: TransformerModel
+    container: LayerContainer | None
+    name: str
+    values: dict[str, Any]
+    result: InferenceParameter | None
+    is_finalized: bool
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        merged: dict[str, Dependency] = {}
-        for base in reversed(cls.__mro__[1:]):
-            merged.update(vars(base).get("dependencies", {}))
+        own: dict[str, Dependency] = {}
         for name, annotation in resolved_annotations(cls, sys._getframe(1)).items():
-            dependency = _dependency(name, annotation)
+            dependency = _dependency(cls, name, annotation)
             if dependency is not None:
-                merged[name] = dependency
+                if name in ParameterBase.__annotations__ or hasattr(ParameterBase, name):
+                    raise DeclarationError(
+                        f"{cls.__name__}: a dependency cannot be called `{name}`, every Parameter has one"
+                    )
+                own[name] = dependency
                 setattr(cls, name, dependency)
-        cls.dependencies = merged
+        cls._own_dependencies = own
+        cls.dependencies = {}
+        for base in reversed(cls.__mro__):
+            cls.dependencies.update(vars(base).get("_own_dependencies", {}))
 
     def __init__(self, model: TransformerModel, container: LayerContainer | None = None, name: str = "") -> None:
         self.inference_model = model
         self.container = container
         self.name = name or type(self).__name__
-        self.values: dict[str, Any] = {}
-        self.result: InferenceParameter | None = None
+        self.values = {}
+        self.result = None
         self.is_finalized = False
         self._awaited = set(self.dependencies)
         for dependency in self.dependencies.values():
             if dependency.list_type is not None:
-                self.values[dependency.name] = dependency.list_type(self, dependency.name, self._length(dependency))
+                length = self._length(dependency.name, dependency.list_type.count_attr)
+                self.values[dependency.name] = dependency.list_type(self, dependency.name, length)
 
     @property
     def label(self) -> str:
@@ -202,34 +226,49 @@ class ParameterBase(ABC):
         """A dependency's tensor (or lazy file tensor) has come.
 
         Raises:
-            ValueError: it came before, or is None.
+            ValueError: it came before, was settled as absent, is None, or is one that this model does not have.
         """
         if value is None:
             raise ValueError(f"{self.label}.{name} was given None: leave an absent dependency out")
         if name not in self._awaited:
+            if self.values.get(name, self) is None:
+                raise ValueError(f"{self.label}.{name} came too late: it was settled as absent, announce it in begin()")
             raise ValueError(f"{self.label}.{name} was set already: a tensor is set once")
+        if self.required(name) is False:
+            raise ValueError(f"{self.label}.{name} was given, but the config says that the model has none")
         self.values[name] = value
         self.complete(name)
 
     def complete(self, name: str) -> None:
-        """Counts a dependency as settled; the last one runs ``finalize``."""
+        """Counts a dependency as settled; the last one runs ``finalize``.
+
+        Raises:
+            WeightError: ``finalize`` found the tensors unusable. DeclarationError: it returned something else than an
+                InferenceParameter or None.
+        """
         self._awaited.discard(name)
         if self._awaited or self.is_finalized:
             return
-        self.is_finalized = True
-        result = self.finalize()
+        try:
+            result = self.finalize()
+        except ValueError as error:
+            raise WeightError(f"{self.label}: {error}") from error
         if result is not None and not isinstance(result, InferenceParameter):
             raise DeclarationError(
                 f"{type(self).__name__}.finalize() returned a {type(result).__name__}; expected what one of the "
                 "model's transform_*_param methods returns (an InferenceParameter), or None"
             )
+        self.is_finalized = True
         self.result = result
         self.values = {}
         if self.container is not None:
             self.container.finalization_callback(self.name, result)
 
     def settle(self, arriving: frozenset[str]) -> None:
-        """Settles what will not come: optional dependencies outside ``arriving`` are None, empty lists complete."""
+        """Settles what will not come: optional dependencies outside ``arriving`` are None, empty lists complete.
+
+        One that is optional for others but required by this model stays awaited.
+        """
         for dependency in self.dependencies.values():
             name = dependency.name
             if name not in self._awaited:
@@ -237,32 +276,31 @@ class ParameterBase(ABC):
             if dependency.list_type is not None:
                 if len(self.values[name]) == 0:
                     self.complete(name)
-            elif dependency.optional and name not in arriving:
+            elif dependency.optional and name not in arriving and not self.required(name):
                 self.values[name] = None
                 self.complete(name)
 
-    def missing(self) -> list[str]:
-        """The dependencies that have not come, list entries with their index."""
-        found = []
+    def missing(self) -> dict[str, list[int | None]]:
+        """The dependencies that have not come, with the places that lack in a list; [None] for a tensor."""
+        found: dict[str, list[int | None]] = {}
         for name in self.dependencies:
             if name in self._awaited:
                 value = self.values.get(name)
-                entries = value.missing if isinstance(value, ParametrizedList) else None
-                found += [f"{name}[{index}]" for index in entries] if entries else [name]
+                found[name] = list(value.missing) if isinstance(value, ParametrizedList) else [None]
         return found
 
-    def _length(self, dependency: Dependency) -> int:
-        list_type = dependency.list_type
-        length = getattr(self.inference_model, list_type.count_attr, None) if list_type else None
+    def _length(self, name: str, count_attr: str) -> int:
+        length = getattr(self.inference_model, count_attr, None)
         if not isinstance(length, int):
+            model = type(self.inference_model).__name__
             raise DeclarationError(
-                f"{self.label}.{dependency.name}: its length is the model attribute "
-                f"`{list_type.count_attr if list_type else ''}`, which {type(self.inference_model).__name__} lacks"
+                f"{self.label}.{name}: its length is the model's attribute `{count_attr}`, which {model} "
+                + ("lacks" if length is None else f"has as {length!r}, not as a whole number")
             )
         return length
 
 
-def _dependency(name: str, annotation: Any) -> Dependency | None:
+def _dependency(cls: type, name: str, annotation: Any) -> Dependency | None:
     optional = False
     if typing.get_origin(annotation) in (Union, types.UnionType):
         members = [member for member in typing.get_args(annotation) if member is not type(None)]
@@ -275,7 +313,9 @@ def _dependency(name: str, annotation: Any) -> Dependency | None:
         return Dependency(name, None, optional)
     if issubclass(annotation, ParametrizedList):
         if optional:
-            raise DeclarationError(f"dependency `{name}`: a list cannot be optional; let its length attribute be 0")
+            raise DeclarationError(
+                f"{cls.__name__}.{name}: a list cannot be optional; let its length, `{annotation.count_attr}`, be 0"
+            )
         return Dependency(name, annotation, False)
     return None
 
@@ -285,25 +325,38 @@ def resolved_annotations(cls: type, frame: types.FrameType | None) -> dict[str, 
 
     ``ClassVar`` ones are left out.
 
+    Args:
+        frame: any frame at or inside the class statement.
+
     Raises:
         DeclarationError: a string that names something unknown there.
     """
-    module = sys.modules.get(cls.__module__)
-    scope = dict(vars(module)) if module else {}
-    outer = frame
-    # A class made inside a function sees that function's names; class statements may nest.
-    while outer is not None and outer.f_globals is getattr(module, "__dict__", None):
-        scope = {**scope, **outer.f_locals} if outer.f_code.co_name != "<module>" else scope
-        outer = outer.f_back if outer.f_code.co_name != "<module>" else None
+    scope = ChainMap(dict(vars(cls)), *_enclosing_locals(cls, frame))
     found = {}
     for name, annotation in inspect.get_annotations(cls).items():
         if isinstance(annotation, str):
             if annotation.startswith(("ClassVar", "typing.ClassVar")):
                 continue
             try:
-                annotation = eval(annotation, scope)
+                annotation = eval(annotation, vars(sys.modules[cls.__module__]), scope)
             except Exception as error:
-                raise DeclarationError(f"{cls.__name__}.{name}: annotation {annotation!r}: {error}") from None
-        if typing.get_origin(annotation) is not ClassVar and annotation is not ClassVar:
+                raise DeclarationError(
+                    f"{cls.__name__}.{name}: annotation {annotation!r} cannot be evaluated: {error} (import it at run "
+                    "time, not only for type checkers)"
+                ) from None
+        if ClassVar not in (annotation, typing.get_origin(annotation)):
             found[name] = annotation
+    return found
+
+
+def _enclosing_locals(cls: type, frame: types.FrameType | None) -> list[dict[str, Any]]:
+    """The names of the functions and classes that a class statement stands in, the innermost first."""
+    found = []
+    outer = cls.__qualname__.rpartition(".")[0]
+    while frame is not None and outer:
+        scope = outer.removesuffix(".<locals>")
+        if frame.f_globals.get("__name__") == cls.__module__ and frame.f_code.co_qualname == scope:
+            found.append(frame.f_locals)
+            outer = scope.rpartition(".")[0]
+        frame = frame.f_back
     return found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from phalanx.config import EngineConfig
 from phalanx.distributed.group import Group
-from phalanx.models.container import LayerContainer
+from phalanx.models.container import LayerContainer, Target
 from phalanx.models.container_map import ContainerMap
 from phalanx.models.hf_config import HFConfig, ModelConfigError
 from phalanx.models.parameter import DeclarationError
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 POLICIES: dict[str, type[InferencePolicy]] = {}
 """Every policy by the Hugging Face ``model_type`` that it serves; a policy enters by being defined."""
+
+
+PARTS = {
+    "model_class": ("instantiate_model", "build_model"),
+    "layer_container": ("make_layer_container", "build_container_map"),
+    "outer_container": ("build_container_map",),
+}
+"""What a policy names, and the hooks that make it needless."""
 
 
 class InferencePolicy:
@@ -43,7 +51,7 @@ class InferencePolicy:
 
     Raises:
         DeclarationError: at class definition, another policy serves the model type already (``replace=True`` in the
-            class statement replaces it).
+            class statement replaces it, also under the model types of its base), or a part is not named.
         ValueError: both or neither of ``source`` and ``inference_checkpoint``.
     """
 
@@ -56,17 +64,24 @@ class InferencePolicy:
 
     def __init_subclass__(cls, replace: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if isinstance(cls.model_types, str):
-            raise DeclarationError(f"{cls.__name__}: model_types is a tuple of names, given the string {cls.model_types!r}")
-        for model_type in vars(cls).get("model_types", ()):
+        # A class that extends a registered one takes its place only where it says so.
+        model_types: Any = cls.model_types if replace else vars(cls).get("model_types", ())
+        if not isinstance(model_types, (tuple, list)) or not all(isinstance(name, str) for name in model_types):
+            raise DeclarationError(f"{cls.__name__}: model_types is a tuple of names, given {model_types!r}")
+        if replace and not model_types:
+            raise DeclarationError(f"{cls.__name__}: replace=True, but no model_types say what to replace")
+        if model_types:
+            _check_parts(cls)
+        for model_type in model_types:
             known = POLICIES.get(model_type)
+            # Made anew, as when its module is loaded again.
             same = known is not None and (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
             if known is not None and not same and not replace:
                 raise DeclarationError(
                     f"{cls.__name__}: {known.__module__}.{known.__name__} serves model_type {model_type!r} already; "
                     f"write `class {cls.__name__}(..., replace=True)` to take its place"
                 )
-            POLICIES[model_type] = cls
+        POLICIES.update(dict.fromkeys(model_types, cls))
 
     def __init__(
         self,
@@ -99,10 +114,14 @@ class InferencePolicy:
         """The containers of ``self.model`` and the names that they are found under."""
         result = ContainerMap()
         layers = [self.make_layer_container(self.model, layer) for layer in range(self.model.num_layers)]
+        outer = self.outer_container(self.model)
         result.set_transformer_params(self.layer_prefix, layers)
-        result.set_non_transformer_params(self.outer_container(self.model))
+        result.set_non_transformer_params(outer)
         result.set_unmapped_params(self.unmapped)
         result.set_unmapped_params(self.model.unmapped_params())
+        if self.model.tied_head:
+            # Checkpoints of tied models may store the head all the same.
+            result.set_unmapped_params(outer.source_of(Target("word_unembed", "params")))
         return result
 
     def populate_model_parameters(self) -> None:
@@ -113,17 +132,39 @@ class InferencePolicy:
         """
         containers = self.build_container_map()
         if self.source is not None:
-            problems = self.source.verify()
-            if problems:
-                raise WeightError(*problems)
-            names = list(self.source.names())
-            containers.begin({name: self.source.info(name).shape for name in names})
-            for name in names:
-                containers.map_param(name, self.source.tensor(name))
+            _read(self.source, containers)
         else:
             restore_parameters(str(self.inference_checkpoint), type(self).__name__, self.model, containers)
         containers.validate()
         self.model.set_parameters(containers.transformer_params, containers.non_transformer_params)
+
+
+def _read(source: WeightSource, containers: ContainerMap) -> None:
+    """Fills the containers, after everything that can be known without reading values is in order."""
+    problems = source.verify()
+    try:
+        names = list(source.names())
+    except WeightError as error:
+        # Files that cannot be listed; verify() said so too.
+        raise WeightError(*dict.fromkeys([*problems, *error.problems])) from None
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for name in names:
+        try:
+            shapes[name] = source.info(name).shape
+        except WeightError as error:
+            shapes[name] = None
+            problems += error.problems
+    containers.begin(shapes, dict.fromkeys(problems))
+    for name in names:
+        containers.map_param(name, source.tensor(name))
+
+
+def _check_parts(cls: type[InferencePolicy]) -> None:
+    """DeclarationError for a policy that neither names a part nor builds it itself."""
+    own = {hook for base in cls.__mro__ if base not in (InferencePolicy, object) for hook in vars(base)}
+    for part, hooks in PARTS.items():
+        if not hasattr(cls, part) and not own & {*hooks}:
+            raise DeclarationError(f"{cls.__name__}: name its `{part}`, or override {' or '.join(hooks)}")
 
 
 def policy_for(model_config: HFConfig) -> type[InferencePolicy]:
