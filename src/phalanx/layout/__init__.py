@@ -13,6 +13,7 @@ from phalanx.layout.partition import (
     merge,
     pieces,
     shard,
+    shard_into,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "pieces",
     "query_heads",
     "shard",
+    "shard_into",
 ]

@@ -302,6 +302,23 @@ def shard(x: Sliceable, partition: Partition, rank: int, world: int) -> torch.Te
     return out
 
 
+def shard_into(out: torch.Tensor, x: Sliceable, partition: Partition, rank: int, world: int) -> None:
+    """`shard` into memory that is there already: `out` may have another dtype or device. Of a lazy `x` one piece at a
+    time is read.
+
+    Raises ValueError where `out` has not the shape of the shard, or a lazy `x` gives a part of another shape.
+    """
+    expected = local_shape(partition, x.shape, rank, world)
+    if tuple(out.shape) != expected:
+        raise ValueError(f"the shard of rank {rank} of {world} is {expected}, but there is room for {tuple(out.shape)}")
+    with torch.no_grad():
+        for piece in pieces(partition, x.shape, rank, world):
+            place, part = out[piece.local_slices], x[piece.global_slices]
+            if part.shape != place.shape:
+                raise ValueError(f"asked for a part of {tuple(place.shape)}, the source gave {tuple(part.shape)}")
+            place.copy_(part)
+
+
 def merge(shards: Sequence[Sliceable], partition: Partition, shape: Sequence[int]) -> torch.Tensor:
     """The whole tensor of `shape` from the shards of all ranks in order: the inverse of `shard`.
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from phalanx.config import EngineConfig, parse_dtype
 from phalanx.distributed.group import Group
@@ -19,10 +20,19 @@ from phalanx.layout.partition import Block, Partition, attention_blocks
 from phalanx.models.container import LayerContainer
 from phalanx.models.hf_config import HFConfig, ModelConfigError
 from phalanx.models.kv_spec import KVCacheSpec, KVGroup, kv_groups
-from phalanx.models.layers import Attention, Embedding, Linear, Norm, Placement, Unembedding, split_sizes
-from phalanx.models.parameter import InferenceParameter
-from phalanx.models.rope import RopeSettings, RotaryEmbedding, rope_settings
-from phalanx.ops.activation import check_activation
+from phalanx.models.layers import (
+    Attention,
+    Embedding,
+    HeadNorm,
+    Linear,
+    Norm,
+    Placement,
+    Unembedding,
+    split_sizes,
+)
+from phalanx.models.parameter import DeclarationError, InferenceParameter
+from phalanx.models.rope import RotaryEmbedding
+from phalanx.models.traits import Traits
 from phalanx.ops.batch import RaggedBatch
 
 
@@ -53,9 +63,9 @@ class StepState:
     cos_sin: tuple[Tensor, Tensor] | None
 
 
-class TransformerModel:
-    """A decoder-only Transformer, pre-norm and sequential. A family overrides the traits (the properties under
-    "traits") that its config spells otherwise, and only where it computes differently a ``make_*`` hook or a step.
+class TransformerModel(Traits):
+    """A decoder-only Transformer. A family overrides the traits that its config spells otherwise, and only where it
+    computes differently a ``make_*`` hook or a step of the forward.
 
     Args:
         config: the Hugging Face config.
@@ -67,13 +77,13 @@ class TransformerModel:
     """
 
     def __init__(self, config: HFConfig, engine_config: EngineConfig, group: Group) -> None:
-        self.config = config
+        super().__init__(config)
         self.engine_config = engine_config
         self.group = group
         self.device = device_of(engine_config, group)
         self.dtype = self._dtype()
         self.placement = Placement(group, self.device, self.dtype, dict(engine_config.ops))
-        self._check_traits()
+        self.check_traits()
         self.norm = self.make_norm_layer()
         self.qkv = self.make_qkv_layer()
         self.attention = [self.make_attn_layer(layer) for layer in range(self.num_layers)]
@@ -82,106 +92,11 @@ class TransformerModel:
         self.mlp_2 = self.make_mlp_2_layer()
         self.embed = self.make_embedding_layer()
         self.unembed = self.make_unembedding_layer()
+        self.activate = self.placement.op("gated_activation" if self.gated_mlp else "activation")
         self.rotary = RotaryEmbedding(self.rope, self.device) if self.rope is not None else None
         self.layers: list[Any] = []
         self.outer: Any = None
         self._kv: list[tuple[Tensor, Tensor]] = []
-
-    # -- traits: what a family declares
-
-    @cached_property
-    def num_layers(self) -> int:
-        return int(self.config.num_hidden_layers)
-
-    @cached_property
-    def hidden_size(self) -> int:
-        return int(self.config.hidden_size)
-
-    @cached_property
-    def intermediate_size(self) -> int:
-        return int(self.config.intermediate_size)
-
-    @cached_property
-    def vocab_size(self) -> int:
-        return int(self.config.vocab_size)
-
-    @cached_property
-    def num_heads(self) -> int:
-        return int(self.config.num_attention_heads)
-
-    @cached_property
-    def num_kv_heads(self) -> int:
-        return int(self.config.get("num_key_value_heads") or self.num_heads)
-
-    @cached_property
-    def head_dim(self) -> int:
-        return int(self.config.get("head_dim") or self.hidden_size // self.num_heads)
-
-    @cached_property
-    def max_sequence_length(self) -> int:
-        """Tokens that the config calls the model good for, rope scaling counted in."""
-        return scaled_length(self.rope) if self.rope is not None else int(self.config.max_position_embeddings)
-
-    @cached_property
-    def norm_type(self) -> str:
-        """ "rms_norm" or "layer_norm"."""
-        return "rms_norm"
-
-    @cached_property
-    def norm_eps(self) -> float:
-        return float(self.config.rms_norm_eps)
-
-    @cached_property
-    def activation(self) -> str:
-        return str(self.config.hidden_act)
-
-    @cached_property
-    def gated_mlp(self) -> bool:
-        """Whether the MLP is ``down(act(gate) * up)`` rather than ``down(act(up))``."""
-        return True
-
-    @cached_property
-    def qkv_bias(self) -> bool:
-        return bool(self.config.get("attention_bias", False))
-
-    @cached_property
-    def attn_out_bias(self) -> bool:
-        return bool(self.config.get("attention_bias", False))
-
-    @cached_property
-    def mlp_bias(self) -> bool:
-        return bool(self.config.get("mlp_bias", False))
-
-    @cached_property
-    def rope(self) -> RopeSettings | None:
-        """Rotary positions; None for a model without."""
-        return rope_settings(self.config, self.head_dim)
-
-    @cached_property
-    def interleaved_rope(self) -> bool:
-        """Rotated pairs are neighbours (GPT-J) rather than half a head apart (NeoX)."""
-        return False
-
-    @cached_property
-    def attention_scale(self) -> float:
-        return float(self.head_dim**-0.5)
-
-    @cached_property
-    def attention_soft_cap(self) -> float | None:
-        return None
-
-    def window(self, layer: int) -> int | None:
-        """Tokens that a query of this layer sees, itself included; None for all."""
-        return None
-
-    @cached_property
-    def tied_head(self) -> bool:
-        """The head is the embedding table, whatever head the checkpoint stores."""
-        return bool(self.config.get("tie_word_embeddings", False))
-
-    def unmapped_params(self) -> Sequence[str]:
-        """Checkpoint names that this config makes meaningless."""
-        return ("lm_head.weight",) if self.tied_head else ()
 
     # -- hooks: the modules
 
@@ -241,23 +156,46 @@ class TransformerModel:
     def transform_mlp_2_param(self, value: Any) -> InferenceParameter | None:
         return self.mlp_2.transform(value)
 
-    def transform_embedding_param(self, value: Any) -> InferenceParameter:
+    def transform_embedding_param(self, value: Any) -> InferenceParameter | None:
         return self.embed.transform(value)
 
-    def transform_unembed_param(self, value: Any) -> InferenceParameter | None:
-        """The head's weight; None for a tied head, which is found at the embedding."""
-        return None if value is None else self.unembed.transform(value)
+    def transform_position_param(self, value: Any) -> InferenceParameter | None:
+        """The table of learned positions, whole on every rank."""
+        return InferenceParameter(self.placement.cut(value, Partition.replicate()))
 
-    def transform_unembed_bias_param(self, value: Any) -> InferenceParameter | None:
-        return self.unembed.transform_bias(value)
+    def transform_unembed_param(self, value: Any) -> InferenceParameter | None:
+        """The head's weight [vocab, hidden] or bias [vocab]; None for a tied head, which is found at the embedding."""
+        return None if value is None else self.unembed.transform(value)
 
     def transform_norm_param(self, value: Any) -> InferenceParameter | None:
         return self.norm.transform(value)
 
+    def transform_inv_freq_param(self, value: Any) -> InferenceParameter | None:
+        """Inverse frequencies of rope: float32 whatever the model's dtype, for they are multiplied by positions."""
+        return InferenceParameter(self.placement.cut(value, Partition.replicate(), torch.float32))
+
     def set_parameters(self, transformer: Sequence[LayerContainer], non_transformer: LayerContainer | None) -> None:
-        """Takes the filled containers."""
+        """Takes the filled containers.
+
+        Raises:
+            DeclarationError: a container holds a parameter that no step of the forward reads.
+        """
+        for layer in transformer:
+            self._check_read(layer, self.layer_parameters, "layer_parameters")
+        if non_transformer is not None:
+            self._check_read(non_transformer, self.outer_parameters, "outer_parameters")
         self.layers = list(transformer)
         self.outer = non_transformer
+
+    def _check_read(self, container: LayerContainer, names: frozenset[str], trait: str) -> None:
+        read = names | {f"{name}_bias" for name in names}
+        unread = [name for name in container.parameters if name not in read]
+        if unread:
+            raise DeclarationError(
+                f"{type(container).__name__} has {', '.join(unread)}, which {type(self).__name__} never reads; it "
+                f"reads {', '.join(sorted(names))} and <name>_bias. Correct the name or the trait that makes it read, "
+                f"or add it to `{trait}` where a step of your own reads it"
+            )
 
     # -- hooks: the KV cache
 
@@ -275,9 +213,7 @@ class TransformerModel:
         """Layer -> index of its KV group."""
         return {layer: index for index, group in enumerate(self.kv_groups) for layer in group.layers}
 
-    def get_kv_requirements(
-        self, sequence: SequenceState, max_new_tokens: int, max_new_blocks: int
-    ) -> tuple[int, int]:
+    def get_kv_requirements(self, sequence: SequenceState, max_new_tokens: int, max_new_blocks: int) -> tuple[int, int]:
         """(tokens that can be added, blocks a KV group that they need) within ``max_new_blocks``."""
         size = self.engine_config.block_size
         needed = -(-(sequence.seen_tokens + max_new_tokens) // size) - sequence.num_blocks
@@ -322,37 +258,70 @@ class TransformerModel:
         return self.forward_unembed(hidden, residual, batch)
 
     def forward_embed(self, batch: RaggedBatch) -> Tensor:
-        return self.embed(batch.input_ids, self.outer.word_emb)
+        """Embeddings [T, hidden] of the batch's ids."""
+        hidden = self.embed(batch.input_ids, self.outer.word_emb)
+        if self.learned_positions:
+            hidden = hidden + embedding(batch.positions + self.position_offset, self.outer.pos_emb.data)
+        return hidden
 
     def forward_layer(
         self, layer: int, hidden: Tensor, residual: Tensor | None, state: StepState
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output and the residual that is still to be added to it."""
         parameters = self.layers[layer]
-        hidden, residual = self.norm.add(hidden, residual, parameters.attn_norm, bias_of(parameters, "attn_norm"))
-        hidden = self.forward_attention(layer, hidden, state)
-        hidden, residual = self.norm.add(hidden, residual, parameters.mlp_norm, bias_of(parameters, "mlp_norm"))
-        return self.forward_mlp(layer, hidden), residual
+        hidden, residual = self._norm_before(hidden, residual, parameters, "attn_norm")
+        attended = self._norm_after(self.forward_attention(layer, hidden, state), parameters, "attn_post_norm")
+        if self.parallel_residual:
+            if "mlp_norm" in parameters.parameters:
+                hidden = self.norm(residual, parameters.mlp_norm, bias_of(parameters, "mlp_norm"))
+            return attended + self._norm_after(self.forward_mlp(layer, hidden), parameters, "mlp_post_norm"), residual
+        hidden, residual = self._norm_before(attended, residual, parameters, "mlp_norm")
+        return self._norm_after(self.forward_mlp(layer, hidden), parameters, "mlp_post_norm"), residual
 
     def forward_attention(self, layer: int, hidden: Tensor, state: StepState) -> Tensor:
+        """hidden [T, hidden], normed -> [T, hidden], not yet added to the residual."""
         parameters = self.layers[layer]
         qkv = self.qkv(hidden, parameters.qkv, bias_of(parameters, "qkv"))
-        out = self.attention[layer](qkv, self._kv[layer], state.batch, self.kv_group_of[layer], state.cos_sin)
+        qk_norms = (
+            (self._head_norm(parameters, "q_norm"), self._head_norm(parameters, "k_norm")) if self.qk_norm else None
+        )
+        out = self.attention[layer](qkv, self._kv[layer], state.batch, self.kv_group_of[layer], state.cos_sin, qk_norms)
         return self.attn_out(out, parameters.attn_out, bias_of(parameters, "attn_out"))
 
     def forward_mlp(self, layer: int, hidden: Tensor) -> Tensor:
+        """hidden [T, hidden], normed -> [T, hidden], not yet added to the residual."""
         parameters = self.layers[layer]
         inner = self.mlp_1(hidden, parameters.mlp_1, bias_of(parameters, "mlp_1"))
-        inner = self._activate(inner, self.activation)
+        inner = self.activate(inner, self.activation)
         return self.mlp_2(inner, parameters.mlp_2, bias_of(parameters, "mlp_2"))
 
     def forward_unembed(self, hidden: Tensor, residual: Tensor | None, batch: RaggedBatch) -> Tensor:
-        """Final norm and head, of the wanted rows only."""
+        """Final norm and head, of the wanted rows only: float32 [R, vocab_size]."""
         rows = batch.logits_indices
         picked = None if residual is None else residual[rows]
         x, _ = self.norm.add(hidden[rows], picked, self.outer.final_norm, bias_of(self.outer, "final_norm"))
-        head = self.outer.word_emb if self.outer.word_unembed is None else self.outer.word_unembed
-        return self.unembed(x, head, bias_of(self.outer, "word_unembed"))
+        head = self.outer.word_emb if self.tied_head else self.outer.word_unembed
+        logits = self.unembed(x, head, bias_of(self.outer, "word_unembed"))
+        cap = self.logit_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _norm_before(
+        self, hidden: Tensor, residual: Tensor | None, parameters: Any, name: str
+    ) -> tuple[Tensor, Tensor]:
+        """What attention or MLP reads, and the new residual."""
+        if self.norm_placement == "post":
+            total = hidden if residual is None else hidden + residual
+            return total, total
+        return self.norm.add(hidden, residual, getattr(parameters, name), bias_of(parameters, name))
+
+    def _norm_after(self, out: Tensor, parameters: Any, name: str) -> Tensor:
+        if self.norm_placement == "pre":
+            return out
+        return self.norm(out, getattr(parameters, name), bias_of(parameters, name))
+
+    def _head_norm(self, parameters: Any, name: str) -> HeadNorm:
+        weight, bias = getattr(parameters, name), bias_of(parameters, name)
+        return lambda heads: self.norm(heads, weight, bias)
 
     # -- derived
 
@@ -362,22 +331,10 @@ class TransformerModel:
         query, key, _ = split_sizes(attention_blocks(self.num_heads, self.num_kv_heads, self.head_dim), self.group)
         return query // self.head_dim, key // self.head_dim
 
-    @cached_property
-    def _activate(self) -> Any:
-        return self.placement.op("gated_activation" if self.gated_mlp else "activation")
-
     def _dtype(self) -> torch.dtype:
         if self.engine_config.dtype == "auto":
             return self.config.dtype or torch.float32
         return parse_dtype(self.engine_config.dtype)
-
-    def _check_traits(self) -> None:
-        check_activation(self.activation)
-        for name in ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads"):
-            if getattr(self, name) < 1:
-                raise ModelConfigError(f"{name} must be at least 1, the config says {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ModelConfigError(f"{self.num_heads} attention heads do not divide over {self.num_kv_heads} KV heads")
 
 
 def bias_of(parameters: Any, name: str) -> InferenceParameter | None:
@@ -392,13 +349,3 @@ def device_of(config: EngineConfig, group: Group) -> torch.device:
     if not torch.cuda.is_available():
         raise ModelConfigError("device 'cuda' was asked for, but torch sees no GPU here: use device='cpu'")
     return torch.device("cuda", group.rank % torch.cuda.device_count())
-
-
-def scaled_length(rope: RopeSettings) -> int:
-    """The context that a config's rope is made for."""
-    factor = rope.parameters.get("factor") or 1.0
-    if rope.kind in ("linear", "dynamic"):
-        return int(rope.max_positions * factor)
-    if rope.kind == "yarn":
-        return max(rope.max_positions, int(rope.original_max_positions * factor))
-    return rope.max_positions

@@ -6,22 +6,24 @@ then joins, then converts. Activations are ragged: [T, hidden], T tokens of all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.distributed.group import Group
-from phalanx.layout.partition import Block, Partition, local_shape, shard
+from phalanx.layout.partition import Block, Partition, local_shape, shard_into
 from phalanx.models.parameter import InferenceParameter
 from phalanx.ops import activation, attention, norm, registry, rope
 from phalanx.ops.batch import RaggedBatch
 from phalanx.ops.linear import PreparedWeight, embedding_lookup, linear, prepare_linear
 
-
 # Importing them registers their implementations.
 REGISTERED = (activation, attention, norm, rope)
+
+HeadNorm = Callable[[Tensor], Tensor]
+"""A norm of every head: [T, heads, head_dim] -> the same."""
 
 
 class Placement:
@@ -44,12 +46,15 @@ class Placement:
         for name in forced:
             self.op(name)
 
-    def cut(self, value: Any, partition: Partition) -> Tensor:
-        """This rank's part of a full tensor (or lazy file tensor), in the model's dtype, on its device, own storage."""
-        part = shard(value, partition, self.group.rank, self.group.size)
-        # A module in memory stays its owner's: what it changes later must not change us.
-        shared = isinstance(value, Tensor) and part.data_ptr() == value.data_ptr()
-        return part.to(device=self.device, dtype=self.dtype, copy=shared)
+    def cut(self, value: Any, partition: Partition, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's part of a full tensor (or lazy file tensor), in the model's dtype, on its device.
+
+        It owns its memory: what becomes of the source later does not change it.
+        """
+        shape = local_shape(partition, value.shape, self.group.rank, self.group.size)
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        shard_into(out, value, partition, self.group.rank, self.group.size)
+        return out
 
     def op(self, name: str) -> Any:
         """The implementation of an op for this device and dtype."""
@@ -81,27 +86,41 @@ class Linear:
         self.is_row = partition.kind == "row"
 
     def transform(self, value: Any) -> InferenceParameter | None:
-        """A weight [out, in] or bias [out], whole or as its parts in block order -> this rank's; None stays None."""
+        """A weight [out, in] or bias [out], whole or as its parts in block order -> this rank's; None stays None.
+
+        Raises:
+            ValueError: some parts are absent, or they do not make up the weight.
+        """
         parts = list(value) if isinstance(value, (list, tuple)) else [value]
-        if all(part is None for part in parts):
+        absent = [part is None for part in parts]
+        if all(absent):
             return None
-        if any(part is None for part in parts):
-            raise ValueError(f"{len(parts)} parts of one fused weight, of which the checkpoint lacks some: give all or none")
+        if any(absent):
+            raise ValueError(
+                f"the checkpoint lacks {sum(absent)} of {len(parts)} parts of a fused weight: give all or none"
+            )
         is_bias = len(parts[0].shape) == 1
+        self._check_shapes([tuple(part.shape) for part in parts], is_bias)
         if is_bias and self.is_row:
-            tensor = self.placement.cut(parts[0], Partition.replicate())
-        elif len(parts) == 1:
-            tensor = self.placement.cut(parts[0], self.partition)
-        else:
-            tensor = self._join(parts)
+            return InferenceParameter(self.placement.cut(parts[0], Partition.replicate()))
+        tensor = self.placement.cut(parts[0], self.partition) if len(parts) == 1 else self._join(parts)
         return InferenceParameter(tensor) if is_bias else prepared(tensor, self.placement)
 
+    def _check_shapes(self, shapes: list[tuple[int, ...]], is_bias: bool) -> None:
+        sizes = [block.size for block in self.partition.blocks] if len(shapes) > 1 else [self.out_features]
+        expected = [(size,) if is_bias else (size, self.in_features) for size in sizes]
+        if shapes != expected:
+            raise ValueError(f"given {_shapes(shapes)}, expected {_shapes(expected)}")
+
     def _join(self, parts: list[Any]) -> Tensor:
-        blocks = self.partition.blocks
-        if len(parts) != len(blocks):
-            raise ValueError(f"{len(parts)} parts were given for a weight of {len(blocks)} blocks")
-        cuts = [self.placement.cut(part, Partition.column(blocks=(block,))) for part, block in zip(parts, blocks, strict=True)]
-        return torch.cat(cuts)
+        """The parts, each cut by its block, one below the other: written into place one by one."""
+        placement, blocks = self.placement, self.partition.blocks
+        sizes = split_sizes(blocks, placement.group)
+        shape = (sum(sizes), *parts[0].shape[1:])
+        out = torch.empty(shape, dtype=placement.dtype, device=placement.device)
+        for rows, part, block in zip(out.split(sizes), parts, blocks, strict=True):
+            shard_into(rows, part, Partition.column((block,)), placement.group.rank, placement.group.size)
+        return out
 
     def __call__(self, x: Tensor, weight: InferenceParameter, bias: InferenceParameter | None = None) -> Tensor:
         """x [T, in of this rank] -> [T, out of this rank]; for a row-cut weight the full sum on every rank."""
@@ -110,6 +129,10 @@ class Linear:
             return linear(x, as_prepared(weight), shift)
         total = self.placement.group.all_reduce(linear(x, as_prepared(weight)))
         return total if shift is None else total + shift
+
+
+def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
+    return " + ".join(map(str, shapes))
 
 
 def prepared(weight: Tensor, placement: Placement) -> InferenceParameter:
@@ -206,16 +229,20 @@ class Attention:
         batch: RaggedBatch,
         kv_group: int,
         cos_sin: tuple[Tensor, Tensor] | None,
+        qk_norms: tuple[HeadNorm, HeadNorm] | None = None,
     ) -> Tensor:
-        """qkv [T, (heads + 2 kv_heads) * head_dim] of this rank -> [T, heads * head_dim]."""
+        """qkv [T, (heads + 2 kv_heads) * head_dim] of this rank -> [T, heads * head_dim].
+
+        ``cos_sin`` is None for a model without rope, ``qk_norms`` for one without norms of queries and keys.
+        """
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q = heads[:, : self.num_heads]
         k = heads[:, self.num_heads : self.num_heads + self.num_kv_heads]
         v = heads[:, self.num_heads + self.num_kv_heads :]
+        if qk_norms is not None:
+            q, k = qk_norms[0](q), qk_norms[1](k)
         cos, sin = cos_sin if cos_sin is not None else (None, None)
-        q = self._rope_write(
-            q, k, v, cos, sin, batch.slot_mapping[kv_group], *kv, interleaved=self.interleaved_rope
-        )
+        q = self._rope_write(q, k, v, cos, sin, batch.slot_mapping[kv_group], *kv, interleaved=self.interleaved_rope)
         out = self._attention(
             q,
             *kv,
@@ -280,10 +307,9 @@ class Unembedding:
         self._sizes = [local_shape(Partition.vocab(), (vocab_size,), rank, group.size)[0] for rank in range(group.size)]
 
     def transform(self, value: Any) -> InferenceParameter:
-        return prepared(self.placement.cut(value, Partition.vocab()), self.placement)
-
-    def transform_bias(self, value: Any) -> InferenceParameter | None:
-        return None if value is None else InferenceParameter(self.placement.cut(value, Partition.vocab()))
+        """A weight [vocab, hidden] or bias [vocab] -> this rank's."""
+        part = self.placement.cut(value, Partition.vocab())
+        return prepared(part, self.placement) if part.dim() == 2 else InferenceParameter(part)
 
     def __call__(self, x: Tensor, weight: InferenceParameter, bias: InferenceParameter | None = None) -> Tensor:
         """x [R, hidden] -> float32 [R, vocab_size], equal on every rank."""

@@ -1,4 +1,4 @@
-"""Attention projections. Where a class says so, it serves weights [out, in] and biases [out] alike."""
+"""Attention projections. Where a class is not called a bias, it serves weights [out, in] and biases [out] alike."""
 
 from __future__ import annotations
 
@@ -27,6 +27,22 @@ class FusedQKVParameter(ParameterBase):
         return rows_shape(rows, model.hidden_size, ndim)
 
 
+class FusedQKVBiasParameter(ParameterBase):
+    """One bias stacked as [Q; K; V] that is there exactly if the model's trait ``qkv_bias`` says so."""
+
+    params: torch.Tensor | None
+
+    def finalize(self) -> InferenceParameter | None:
+        return self.inference_model.transform_qkv_param(self.params)
+
+    def expected_shape(self, dependency: str, ndim: int) -> tuple[int, ...]:
+        model = self.inference_model
+        return ((model.num_heads + 2 * model.num_kv_heads) * model.head_dim,)
+
+    def required(self, dependency: str) -> bool:
+        return self.inference_model.qkv_bias
+
+
 class MegatronQKVParameter(FusedQKVParameter):
     """One tensor that interleaves [q, k, v] of every head, weight or bias; as many KV heads as query heads."""
 
@@ -34,8 +50,8 @@ class MegatronQKVParameter(FusedQKVParameter):
         model = self.inference_model
         if model.num_heads != model.num_kv_heads:
             raise ValueError(
-                f"{self.label}: {model.num_heads} query and {model.num_kv_heads} KV heads; a layout of [q, k, v] a head "
-                "needs as many of each: GQAMegatronQKVParameter has [q..., k, v] a KV head"
+                f"{model.num_heads} query and {model.num_kv_heads} KV heads, but a layout of [q, k, v] a head needs as "
+                "many of each: GQAMegatronQKVParameter has [q..., k, v] a KV head"
             )
         return model.transform_qkv_param(by_kv_group(self.params, model.num_heads, 1, model.head_dim))
 
@@ -76,12 +92,19 @@ class UnfusedQKVParameter(ParameterBase):
         return rows_shape(heads * model.head_dim, model.hidden_size, ndim)
 
 
-class UnfusedQKVBiasParameter(UnfusedQKVParameter):
+class UnfusedQKVBiasParameter(ParameterBase):
     """Three biases that are there exactly if the model's trait ``qkv_bias`` says so."""
 
     q_params: torch.Tensor | None
     k_params: torch.Tensor | None
     v_params: torch.Tensor | None
+
+    def finalize(self) -> InferenceParameter | None:
+        return self.inference_model.transform_qkv_param((self.q_params, self.k_params, self.v_params))
+
+    def expected_shape(self, dependency: str, ndim: int) -> tuple[int, ...]:
+        model = self.inference_model
+        return ((model.num_heads if dependency == "q_params" else model.num_kv_heads) * model.head_dim,)
 
     def required(self, dependency: str) -> bool:
         return self.inference_model.qkv_bias
@@ -100,10 +123,16 @@ class AttentionOutputParameter(ParameterBase):
         return rows_shape(model.hidden_size, model.num_heads * model.head_dim, ndim)
 
 
-class AttentionOutputBiasParameter(AttentionOutputParameter):
+class AttentionOutputBiasParameter(ParameterBase):
     """A bias that is there exactly if the model's trait ``attn_out_bias`` says so."""
 
     params: torch.Tensor | None
+
+    def finalize(self) -> InferenceParameter | None:
+        return self.inference_model.transform_attn_out_param(self.params)
+
+    def expected_shape(self, dependency: str, ndim: int) -> tuple[int, ...]:
+        return (self.inference_model.hidden_size,)
 
     def required(self, dependency: str) -> bool:
         return self.inference_model.attn_out_bias

@@ -17,3 +17,10 @@ class NormParameter(ParameterBase):
 
     def expected_shape(self, dependency: str, ndim: int) -> tuple[int, ...]:
         return (self.inference_model.hidden_size,)
+
+
+class HeadNormParameter(NormParameter):
+    """Weight or bias of a norm over each query or key head."""
+
+    def expected_shape(self, dependency: str, ndim: int) -> tuple[int, ...]:
+        return (self.inference_model.head_dim,)
