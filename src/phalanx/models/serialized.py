@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.models.container import LayerContainer
@@ -24,21 +23,15 @@ from phalanx.models.parameter import InferenceParameter
 from phalanx.ops import registry
 from phalanx.ops.linear import PreparedWeight
 from phalanx.weights import WeightError
+from phalanx.weights.safetensors_source import DTYPES, SafetensorsSource
 
 if TYPE_CHECKING:
     from phalanx.models.base import TransformerModel
 
 FORMAT = 1
 MANIFEST = "phalanx.json"
-SAFETENSORS_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
+MANIFEST_KEYS = ("format", "policy", "tensor_parallel_size", "dtype", "config")
+ENTRY_KEYS = ("layout", "shape", "aux", "linear")
 
 
 def is_serialized(folder: str | Path) -> bool:
@@ -47,22 +40,31 @@ def is_serialized(folder: str | Path) -> bool:
 
 
 def save_parameters(folder: str, policy_name: str, model: TransformerModel) -> None:
-    """Writes this rank's files, one tensor in flight at a time; rank 0 also writes the manifest, last."""
+    """Writes this rank's files, one tensor in flight at a time; every rank calls it.
+
+    The manifest is there only while all files belong together: rank 0 removes it first and writes it last, so that a
+    folder which was written over in part is no checkpoint.
+    """
     target = Path(folder)
+    group = model.group
+    stem = target / f"rank_{group.rank}_of_{group.size}"
     target.mkdir(parents=True, exist_ok=True)
-    rank, world = model.group.rank, model.group.size
+    if group.rank == 0:
+        (target / MANIFEST).unlink(missing_ok=True)
+    group.barrier()
     tensors: dict[str, Tensor] = {}
     entries: dict[str, Any] = {}
     for label, parameter in _parameters(model.layers, model.outer):
         entries[label] = None if parameter is None else _entry(label, parameter, tensors)
-    _write_safetensors(target / f"{_stem(rank, world)}.safetensors", tensors)
-    _write_json(target / f"{_stem(rank, world)}.json", entries)
-    if rank == 0:
+    _write_safetensors(stem.with_suffix(".safetensors"), tensors)
+    _write_json(stem.with_suffix(".json"), entries)
+    group.barrier()
+    if group.rank == 0:
         manifest = {
             "format": FORMAT,
             "policy": policy_name,
-            "tensor_parallel_size": world,
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "tensor_parallel_size": group.size,
+            "dtype": _name(model.dtype),
             "config": dict(model.config.given),
         }
         _write_json(target / MANIFEST, manifest)
@@ -74,9 +76,13 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     Raises:
         WeightError: unreadable, or written in another format.
     """
-    manifest = _read_json(Path(folder) / MANIFEST)
+    path = Path(folder) / MANIFEST
+    manifest = _read_json(path)
     if manifest.get("format") != FORMAT:
         raise WeightError(f"{folder} was serialised in format {manifest.get('format')!r}, this is format {FORMAT}")
+    absent = [key for key in MANIFEST_KEYS if key not in manifest]
+    if absent or not isinstance(manifest["config"], dict):
+        raise WeightError(f"{path} is corrupt: it does not say {', '.join(absent) or 'a config'}")
     return manifest
 
 
@@ -84,37 +90,37 @@ def restore_parameters(folder: str, policy_name: str, model: TransformerModel, c
     """Puts this rank's serialised parameters into the containers.
 
     Raises:
-        WeightError: written for another model, policy, TP size, dtype or layout, or incomplete; all reasons listed.
+        WeightError: written for another model, policy, TP size, dtype or layout, or incomplete; all reasons are listed,
+            before anything is read.
     """
-    manifest = read_manifest(folder)
-    rank, world = model.group.rank, model.group.size
-    problems = _mismatches(manifest, policy_name, model)
+    stem = f"rank_{model.group.rank}_of_{model.group.size}"
+    problems = _mismatches(read_manifest(folder), policy_name, model)
     if problems:
         raise WeightError(*[f"{folder}: {problem}" for problem in problems])
-    entries = _read_json(Path(folder) / f"{_stem(rank, world)}.json")
-    path = Path(folder) / f"{_stem(rank, world)}.safetensors"
-    try:
-        with safe_open(str(path), framework="pt") as tensors:
-            for label, container, name in _slots(containers):
-                if label not in entries:
-                    raise WeightError(f"{folder}: no parameter {label}: it was serialised from another model")
-                container.direct_injection(name, _restore(label, entries.pop(label), tensors, model))
-    except (OSError, SafetensorError) as error:
-        raise WeightError(f"{path} cannot be read: {error}") from None
-    if entries:
-        raise WeightError(f"{folder}: parameters that this model lacks: {', '.join(entries)}")
+    entries = _read_json(Path(folder) / f"{stem}.json")
+    source = SafetensorsSource(Path(folder), [f"{stem}.safetensors"])
+    slots = dict(_slots(containers))
+    problems = source.verify()
+    problems += [f"{folder}: {stem}.json lacks the parameter {label}" for label in slots if label not in entries]
+    problems += [
+        f"{folder}: {stem}.json has {label}, which this model lacks" for label in entries if label not in slots
+    ]
+    if not problems:
+        for label, entry in entries.items():
+            problems += [f"{folder}: {label}: {problem}" for problem in _entry_problems(label, entry, source, model)]
+    if problems:
+        raise WeightError(*problems)
+    for label, (container, name) in slots.items():
+        entry = entries[label]
+        container.direct_injection(name, None if entry is None else _restore(label, entry, source, model))
 
 
 def _mismatches(manifest: Mapping[str, Any], policy_name: str, model: TransformerModel) -> list[str]:
-    here = {
-        "policy": policy_name,
-        "tensor_parallel_size": model.group.size,
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
+    here = {"policy": policy_name, "tensor_parallel_size": model.group.size, "dtype": _name(model.dtype)}
     found = [
-        f"serialised with {name}={manifest.get(name)!r}, this engine has {name}={value!r}"
+        f"serialised with {name}={manifest[name]!r}, this engine has {name}={value!r}"
         for name, value in here.items()
-        if manifest.get(name) != value
+        if manifest[name] != value
     ]
     stored = HFConfig(manifest["config"])
     differing = [key for key in sorted({*stored, *model.config}) if stored.get(key) != model.config.get(key)]
@@ -126,7 +132,7 @@ def _mismatches(manifest: Mapping[str, Any], policy_name: str, model: Transforme
 def _entry(label: str, parameter: InferenceParameter, tensors: dict[str, Tensor]) -> dict[str, Any]:
     tensors[label] = parameter.data
     for name, tensor in parameter.aux.items():
-        tensors[f"{label}#{name}"] = tensor
+        tensors[_aux(label, name)] = tensor
     return {
         "layout": parameter.layout,
         "shape": list(parameter.shape),
@@ -135,57 +141,79 @@ def _entry(label: str, parameter: InferenceParameter, tensors: dict[str, Tensor]
     }
 
 
-def _restore(
-    label: str, entry: Mapping[str, Any] | None, tensors: Any, model: TransformerModel
-) -> InferenceParameter | None:
+def _entry_problems(label: str, entry: Any, source: SafetensorsSource, model: TransformerModel) -> list[str]:
+    """Why a serialised parameter cannot be served here."""
     if entry is None:
-        return None
-    data = tensors.get_tensor(label).to(model.device)
-    aux = {name: tensors.get_tensor(f"{label}#{name}").to(model.device) for name in entry["aux"]}
-    shape = tuple(entry["shape"])
+        return []
+    if not isinstance(entry, dict) or any(key not in entry for key in ENTRY_KEYS):
+        return [f"its entry is corrupt: {entry!r}"]
+    absent = {label, *(_aux(label, name) for name in entry["aux"])} - set(source.names())
+    problems = [f"the tensor {name} is absent" for name in sorted(absent)]
     if not entry["linear"]:
-        return InferenceParameter(data, entry["layout"], shape, aux)
-    forced = model.placement.forced.get("linear")
+        shape = tuple(source.info(label).shape) if label not in absent else None
+        if shape not in (None, tuple(entry["shape"])):
+            problems.append(f"its tensor is {shape}, its entry says {tuple(entry['shape'])}")
+        return problems
+    layout, forced = entry["layout"], model.placement.forced.get("linear")
     try:
-        registry.select("linear", device=model.device, dtype=model.dtype, forced=entry["layout"])
-        if forced not in (None, entry["layout"]):
-            raise ValueError(f"this engine is told to use {forced!r}")
+        registry.select("linear", device=model.device, dtype=model.dtype, forced=layout)
     except ValueError as error:
-        raise WeightError(f"{label} was serialised in the layout {entry['layout']!r}: {error}") from None
-    weight = PreparedWeight(data, entry["layout"], shape[0], shape[1], model.dtype, aux)
-    return PreparedParameter(data, entry["layout"], shape, aux, weight)
+        problems.append(f"serialised in the layout {layout!r}: {error}")
+    if forced not in (None, layout):
+        problems.append(f"serialised in the layout {layout!r}, this engine is told to use {forced!r}")
+    return problems
 
 
-def _slots(containers: ContainerMap) -> Iterator[tuple[str, LayerContainer, str]]:
-    for index, container in enumerate(containers.transformer_params):
+def _restore(
+    label: str, entry: Mapping[str, Any], source: SafetensorsSource, model: TransformerModel
+) -> InferenceParameter:
+    data = source.read(label).to(model.device)
+    aux = {name: source.read(_aux(label, name)).to(model.device) for name in entry["aux"]}
+    layout, shape = entry["layout"], tuple(entry["shape"])
+    if not entry["linear"]:
+        return InferenceParameter(data, layout, shape, aux)
+    weight = PreparedWeight(data, layout, shape[0], shape[1], model.dtype, aux)
+    return PreparedParameter(data, layout, shape, aux, weight)
+
+
+def _slots(containers: ContainerMap) -> Iterator[tuple[str, tuple[LayerContainer, str]]]:
+    for prefix, container in _labelled(containers.transformer_params, containers.non_transformer_params):
         for name in container.parameters:
-            yield f"layer.{index}.{name}", container, name
-    outer = containers.non_transformer_params
-    for name in outer.parameters if outer is not None else ():
-        yield f"outer.{name}", outer, name  # type: ignore[misc]
+            yield f"{prefix}.{name}", (container, name)
 
 
-def _parameters(layers: list[LayerContainer], outer: LayerContainer) -> Iterator[tuple[str, InferenceParameter | None]]:
-    for index, container in enumerate(layers):
+def _parameters(
+    layers: list[LayerContainer], outer: LayerContainer | None
+) -> Iterator[tuple[str, InferenceParameter | None]]:
+    for prefix, container in _labelled(layers, outer):
         for name, parameter in container.finalized().items():
-            yield f"layer.{index}.{name}", parameter
-    for name, parameter in outer.finalized().items():
-        yield f"outer.{name}", parameter
+            yield f"{prefix}.{name}", parameter
 
 
-def _stem(rank: int, world: int) -> str:
-    return f"rank_{rank}_of_{world}"
+def _labelled(layers: list[LayerContainer], outer: LayerContainer | None) -> Iterator[tuple[str, LayerContainer]]:
+    for index, container in enumerate(layers):
+        yield f"layer.{index}", container
+    if outer is not None:
+        yield "outer", outer
+
+
+def _aux(label: str, name: str) -> str:
+    return f"{label}#{name}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """The safetensors format: header length, JSON header, then the bytes; written tensor by tensor, which the library's
     own writer does not do, and renamed into place."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.nbytes
-        dtype = SAFETENSORS_NAMES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -199,7 +227,7 @@ def _write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    aside = path.with_suffix(".tmp")
+    aside = path.with_suffix(".json.tmp")
     aside.write_text(json.dumps(value, indent=1))
     os.replace(aside, path)
 
