@@ -85,7 +85,7 @@ def hollow_model(config: HFConfig, source: WeightSource, engine_config: EngineCo
     # Layouts of weights are the device's own and take as much as the plain one.
     ops = {op: name for op, name in engine_config.ops.items() if op != "linear"}
     policy.model = policy.instantiate_model(engine_config.model_copy(update={"device": "cpu", "ops": ops}), group)
-    policy.model.placement.device = torch.device("meta")
+    policy.model.device = policy.model.placement.device = torch.device("meta")
     policy.populate_model_parameters()
     return policy.model
 

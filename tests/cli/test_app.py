@@ -1,0 +1,47 @@
+import subprocess
+import sys
+
+import pytest
+
+import phalanx
+
+COMMANDS = [
+    ("pull",),
+    ("generate",),
+    ("chat",),
+    ("info",),
+    ("bench", "throughput"),
+    ("bench", "latency"),
+]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom phalanx.cli import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'pydantic', 'msgspec') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "generate" in out and out.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_speaks_json(run, command):
+    done = run(*command, "--help")
+    assert done.exit_code == 0 and "--json" in done.stdout and "--debug" in done.stdout
+
+
+def test_version(run):
+    assert run("--version").stdout == f"phalanx {phalanx.__version__}\n"
+
+
+def test_a_mistyped_command_is_guessed(run):
+    done = run("genrate", "x")
+    assert done.exit_code == 2 and "Did you mean 'generate'?" in done.stderr and done.stdout == ""
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("phalanx ")
