@@ -28,7 +28,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("world", [1, 2, 4, 6])
 def test_it_is_what_loading_takes(folder: Path, world: int, dtype: str) -> None:
     load_families()
-    config, source, settings = read_config(folder), open_source(folder), EngineConfig(dtype=dtype, device="cpu")
+    config, source = read_config(folder), open_source(folder)
+    # Other layouts pad, which shows in so small a model.
+    settings = EngineConfig(dtype=dtype, device="cpu", ops={"linear": "plain"})
     for rank in range(world):
         real = policy_for(config)(config, source=source).build_model(settings, AbsentRank(rank, world))
         hollow = hollow_model(config, source, settings, AbsentRank(rank, world))

@@ -88,7 +88,7 @@ class Transformers(LocalContender):
         config = ContinuousBatchingConfig(allow_block_sharing=False)
         if self.device.type == "cpu" and self._plan is not None:
             # Left alone it fills most of the machine's memory. This is all that the workload can use.
-            page = getattr(config, "page_size", None) or config.block_size
+            page: int = getattr(config, "page_size", None) or config.block_size or 256
             work = self._plan.workload
             lengths = [len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True)]
             config.num_blocks = sum(-(-length // page) + 1 for length in lengths)

@@ -26,7 +26,7 @@ class RankFootprint:
 
     Attributes:
         query_heads, kv_heads: of each layer; a KV head may be copied to several ranks.
-        parameters, parameter_bytes: numbers and bytes as they are served; a tied head counts once.
+        parameters, parameter_bytes: numbers and bytes, without what a device's layout pads; a tied head counts once.
         kv_bytes_per_token: keys and values of a token in all layers.
         kv_block_bytes: of one block of the pool; a token of a model whose layers differ needs a block a KV group.
     """
@@ -82,7 +82,7 @@ def hollow_model(config: HFConfig, source: WeightSource, engine_config: EngineCo
         ModelConfigError, WeightError: what loading would raise, values aside.
     """
     policy = policy_for(config)(config, source=ShapesOnly(source))
-    # Layouts of weights are the device's own and take as much as the plain one.
+    # Layouts of weights are the device's own; padding aside they take as much as the plain one.
     ops = {op: name for op, name in engine_config.ops.items() if op != "linear"}
     policy.model = policy.instantiate_model(engine_config.model_copy(update={"device": "cpu", "ops": ops}), group)
     policy.model.device = policy.model.placement.device = torch.device("meta")

@@ -1,0 +1,74 @@
+"""The README's code runs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.models import POLICIES, load_families
+from tests.models.tiny import llama, llama_config, save
+from tests.tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save(llama(llama_config(vocab_size=VOCAB_SIZE, max_position_embeddings=256), seed=3), folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_the_code_runs(
+    block: str,
+    model: str,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = block.replace('"smollm2"', repr(str(tiny))) if model == "tiny" else block
+    name = f"readme_block_{BLOCKS.index(block)}_{model}"
+    # A module of its own: classes look for names where they were defined.
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_families()
+    known = dict(POLICIES)
+    try:
+        importlib.import_module(name)
+    finally:
+        sys.modules.pop(name, None)
+        POLICIES.clear()
+        POLICIES.update(known)
+    if model == "smollm2" and "capital of France" in block:
+        assert "Paris" in capsys.readouterr().out
+
+
+def test_the_files_it_names_are_there() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_commands_it_lists_are_those_there_are() -> None:
+    done = subprocess.run([sys.executable, "-m", "phalanx.cli", "--help"], capture_output=True, text=True, check=True)
+    listed = set(re.findall(r"\| `phalanx (\w+)", TEXT))
+    assert listed and listed <= set(re.findall(r"│ (\w+) ", done.stdout))
+
+
+def test_the_flags_it_lists_are_those_there_are() -> None:
+    command = [sys.executable, "-m", "phalanx.cli", "generate", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    section = TEXT[TEXT.index("## Command line") : TEXT.index("## What is supported")]
+    flags = set(re.findall(r"--[a-z][a-z-]+", section)) - {"--peer"}
+    assert len(flags) > 20 and [flag for flag in sorted(flags) if flag not in shown] == []
