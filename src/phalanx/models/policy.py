@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 POLICIES: dict[str, type[InferencePolicy]] = {}
 """Every policy by the Hugging Face ``model_type`` that it serves; a policy enters by being defined."""
 
-
 PARTS = {
     "model_class": ("instantiate_model", "build_model"),
     "layer_container": ("make_layer_container", "build_container_map"),
@@ -72,6 +71,7 @@ class InferencePolicy:
             raise DeclarationError(f"{cls.__name__}: replace=True, but no model_types say what to replace")
         if model_types:
             _check_parts(cls)
+            _load_built_in(cls)
         for model_type in model_types:
             known = POLICIES.get(model_type)
             # Made anew, as when its module is loaded again.
@@ -157,6 +157,15 @@ def _read(source: WeightSource, containers: ContainerMap) -> None:
     containers.begin(shapes, dict.fromkeys(problems))
     for name in names:
         containers.map_param(name, source.tensor(name))
+
+
+def _load_built_in(cls: type[InferencePolicy]) -> None:
+    """Lets the families of this package come first, so that it does not depend on the order of imports who replaces
+    whom."""
+    if not cls.__module__.startswith(f"{__package__}."):
+        from phalanx.models import load_families
+
+        load_families()
 
 
 def _check_parts(cls: type[InferencePolicy]) -> None:
