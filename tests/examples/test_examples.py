@@ -64,6 +64,6 @@ def test_own_scheduler_answers_like_ours(run, tiny: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_with_the_real_model(run, name: str) -> None:
     text = run(name)
-    assert {"generate": "Paris", "stream": "[stop]", "async_llm": "What is 2 plus 2?", "own_scheduler": "3: ["}[
+    assert {"generate": "Paris", "stream": "scattering", "async_llm": "What is 2 plus 2?", "own_scheduler": "3: ["}[
         name
     ] in text
