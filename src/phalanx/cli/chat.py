@@ -44,7 +44,7 @@ def chat(
         if not has_template(llm):
             raise typer.BadParameter(f"{llm.name} has no chat template: use phalanx generate")
         conversation = Conversation(llm, settings, system)
-        interactive = sys.stdin.isatty()
+        interactive = sys.stdin.isatty() and not output.json
         if interactive:
             notes().print(f"{llm.name}, {llm.max_model_len} tokens of context. {HELP}.", style="dim", markup=False)
         for text in _lines(interactive):
