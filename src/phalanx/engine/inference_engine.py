@@ -145,22 +145,10 @@ class InferenceEngine:
         result, detail = self._judge(names, [len(ids) for ids in texts])
         if result is not SchedulingResult.Success:
             raise SchedulingError(result, detail)
-        rows: list[Row] = []
         started: list[int] = []
-        for uid, ids in zip(names, texts, strict=True):
-            sequence = self._sequences.get(uid)
-            if sequence is None:
-                sequence = self._new_sequence(uid)
-                sequence.slot = self._slots.pop()
-                self._sequences[uid] = sequence
-                started.append(uid)
-            first = sequence.num_blocks
-            self.kv.allocate(sequence, len(ids))
-            wanted = LOGITS_ALL if logits == "all" else LOGITS_LAST
-            new = [blocks[first:] for blocks in sequence.blocks] if sequence.num_blocks > first else []
-            seen = sequence.num_computed
-            rows.append(Row(sequence.slot, seen, len(ids), wanted, False, seen + len(ids), first, new))
         try:
+            wanted = LOGITS_ALL if logits == "all" else LOGITS_LAST
+            rows = [self._row(uid, len(ids), wanted, started) for uid, ids in zip(names, texts, strict=True)]
             given = list(itertools.chain.from_iterable(texts))
             out = self.executor.launch(Step(self._step_id, rows, [], [], given))
         except BaseException:
@@ -242,10 +230,26 @@ class InferenceEngine:
         for uid, ids in zip(uids, texts, strict=True):
             check_ids(ids, self.model.vocab_size, f"uid {uid}")
 
+    def _row(self, uid: int, count: int, wanted: int, started: list[int]) -> Row:
+        """A sequence's part of a step, with the blocks that it needs; a new one is added to ``started``."""
+        sequence = self._sequences.get(uid)
+        if sequence is None:
+            sequence = self._new_sequence(uid)
+            sequence.slot = self._slots.pop()
+            self._sequences[uid] = sequence
+            started.append(uid)
+        first = sequence.num_blocks
+        if not self.kv.allocate(sequence, count):
+            detail = f"uid {uid}: the model's maybe_allocate_kv gave no blocks for {count} tokens"
+            raise SchedulingError(SchedulingResult.KVCacheLimitExceeded, detail)
+        new = [blocks[first:] for blocks in sequence.blocks] if sequence.num_blocks > first else []
+        seen = sequence.num_computed
+        return Row(sequence.slot, seen, count, wanted, False, seen + count, first, new)
+
     def _roll_back(self, uids: list[int], started: list[int]) -> None:
         for uid in started:
             self.flush(uid)
-        for uid in set(uids) - set(started):
+        for uid in set(uids) & set(self._sequences):
             sequence = self._sequences[uid]
             keep = -(-sequence.num_computed // self.kv.block_size)
             for blocks in sequence.blocks:

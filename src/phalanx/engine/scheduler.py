@@ -117,11 +117,10 @@ class Scheduler:
                 self.kv.match(request)
             left = request.num_tokens - request.num_computed
             fits, _ = self.kv.model.get_kv_requirements(request, left, self.kv.free_blocks)
-            if fits < left:
+            count = min(left, budget)
+            if fits < left or not self.kv.allocate(request, count):
                 self.kv.free(request)
                 return
-            count = min(left, budget)
-            self.kv.allocate(request, count)
             request.cached_tokens = max(request.cached_tokens, request.num_computed)
             self.waiting.remove(request)
             self._start(request)
