@@ -125,9 +125,9 @@ def test_kv_heads_and_odd_vocabularies_at_every_tp_size(heads: int, vocab: int, 
     for world in (1, 2, 4, 8):
         for found in run_threads(
             world,
-            lambda group, world=world: build_engine(
-                folder, group=group, tensor_parallel_size=world, num_blocks=20
-            ).put([0], [ids], logits="all"),
+            lambda group, world=world: build_engine(folder, group=group, tensor_parallel_size=world, num_blocks=20).put(
+                [0], [ids], logits="all"
+            ),
         ):
             assert found.shape == (len(ids), vocab)
             assert error(found, expected) < TOLERANCE

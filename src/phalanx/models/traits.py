@@ -6,7 +6,6 @@ A family overrides those that its config spells otherwise, as a property or a pl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Literal
 
 from phalanx.models.hf_config import HFConfig, ModelConfigError
@@ -175,7 +174,7 @@ class Traits:
 
     # -- what follows from them
 
-    @cached_property
+    @property
     def layer_parameters(self) -> frozenset[str]:
         """The parameters of a layer that the forward reads, biases (``<name>_bias``) aside.
 
@@ -184,7 +183,7 @@ class Traits:
         names = {*NORMS[self.norm_placement], "qkv", "attn_out", "mlp_1", "mlp_2"}
         return frozenset(names | ({"q_norm", "k_norm"} if self.qk_norm else set()))
 
-    @cached_property
+    @property
     def outer_parameters(self) -> frozenset[str]:
         """The same of the container outside the layers."""
         names = {"word_emb", "final_norm", "word_unembed"}
