@@ -49,3 +49,12 @@ def test_only_ranges_slice_a_lazy_tensor(index):
 def test_the_error_lists_all_problems():
     error = WeightError("first", "second")
     assert error.problems == ["first", "second"] and str(error) == "first\nsecond"
+
+
+def test_torch_takes_a_lazy_tensor_for_the_tensor_that_it_is():
+    lazy, ones = Counting().tensor("w"), torch.ones(4, 2)
+    assert torch.cat((lazy, lazy)).shape == (8, 2)
+    assert torch.equal(lazy + ones, lazy.load() + 1) and torch.equal(torch.mul(lazy, other=2), 2 * lazy.load())
+    assert torch.equal(lazy.t(), lazy.load().t()) and lazy.reshape(2, 4).shape == (2, 4) and not lazy.is_cuda
+    with pytest.raises(AttributeError, match="a SourceTensor has no attribute 'no_such'"):
+        _ = lazy.no_such

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,7 +56,10 @@ class WeightSource(ABC):
 
 
 class SourceTensor:
-    """A tensor that still lies in its source; slicing reads just that part."""
+    """A tensor that still lies in its source; slicing reads just that part.
+
+    Torch functions take it, and it has the methods of a tensor: then all of it is read, each time.
+    """
 
     def __init__(self, source: WeightSource, name: str, info: TensorInfo) -> None:
         self._source = source
@@ -78,8 +81,30 @@ class SourceTensor:
         """The whole tensor."""
         return self._source.read(self.name)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"a SourceTensor has no attribute {name!r}")
+        return getattr(self.load(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return function(*_loaded(args), **_loaded(kwargs or {}))
+
     def __repr__(self) -> str:
         return f"SourceTensor({self.name!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+def _loaded(value: Any) -> Any:
+    """The same with every SourceTensor read."""
+    if isinstance(value, SourceTensor):
+        return value.load()
+    if isinstance(value, (list, tuple)):
+        return [_loaded(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _loaded(item) for key, item in value.items()}
+    return value
 
 
 def unknown_tensor(name: str, known: Iterable[str], where: object) -> WeightError:
