@@ -8,6 +8,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
     "float32": torch.float32,
     "fp32": torch.float32,
     "float": torch.float32,

@@ -41,7 +41,7 @@ def answer_alone(prompt: tuple[int, ...], max_tokens: int, seed: int | None) -> 
 
 @cache
 def roomy() -> LLM:
-    return LLM(FOLDER[0], num_blocks=200, block_size=BLOCK, prefix_cache=False)
+    return LLM(FOLDER[0], num_blocks=200, block_size=BLOCK, prefix_cache=False, dtype="float64")
 
 
 class Engine(RuleBasedStateMachine):
@@ -60,6 +60,8 @@ class Engine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_num_seqs=min(places, budget),
             prefix_cache=prefix_cache,
+            # Where kernels depend on the batch, fp32 rounding could move a draw across the border of two tokens.
+            dtype="float64",
         )
         self.asked: dict[str, tuple[RequestGroup, tuple[int, ...], int, int | None, bool]] = {}
 
@@ -124,5 +126,5 @@ class Engine(RuleBasedStateMachine):
         self.llm.close()
 
 
-Engine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+Engine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 TestEngine = Engine.TestCase

@@ -83,7 +83,8 @@ def test_a_module_in_memory_cannot_be_opened_by_other_processes() -> None:
 def test_under_torchrun_every_rank_gets_rank_0s_results(tiny_folder: Path, tmp_path: Path) -> None:
     script = Path(__file__).with_name("spmd_script.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    paths = [str(REPOSITORY / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [*command, str(tiny_folder), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=180
     )

@@ -94,7 +94,12 @@ def test_repetition_counts_prompt_and_answer_as_transformers_does(repetition: fl
 
 
 def penalties(
-    history: torch.Tensor, length: int, prompt_len: int, repetition: float = 1.0, presence: float = 0.0, frequency: float = 0.0
+    history: torch.Tensor,
+    length: int,
+    prompt_len: int,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
 ) -> Penalties:
     one = torch.tensor([0])
     return Penalties(
@@ -125,6 +130,8 @@ def test_presence_and_frequency_count_the_answer_only() -> None:
 )
 def test_bad_words_equal_transformers(words: list[list[int]], history: list[int]) -> None:
     raw = logits(1)
+    # Older versions of transformers skip words as long as the whole history.
+    history = [9, 9, 9, 9, *history]
     expected = NoBadWordsLogitsProcessor(words)(torch.tensor([history]), raw.clone())
     width = max(map(len, words)) - 1
     padded = [-2] * width + history
@@ -151,7 +158,15 @@ def test_rows_that_are_not_finite_are_marked() -> None:
     raw[1, 7] = float("nan")
     raw[2, 0] = float("inf")
     raw[3] = float("-inf")
-    draw = Draw(torch.tensor([1, 3]), column(1.0, 1.0), torch.tensor([0, 0]), column(1, 1), column(0, 0), column(0.1, 0.9), False)
+    draw = Draw(
+        torch.tensor([1, 3]),
+        column(1.0, 1.0),
+        torch.tensor([0, 0]),
+        column(1, 1),
+        column(0, 0),
+        column(0.1, 0.9),
+        False,
+    )
     for how in (None, draw):
         assert sample(raw, how).tolist() == [int(raw[0].argmax()), -1, -1, -1]
 
