@@ -1,10 +1,14 @@
 import json
+import os
+import select
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from phalanx import LLM
-from phalanx.cli.chat import Conversation
+from phalanx.cli.chat import Conversation, Keyboard
 from tests.cli.conftest import ENGINE, records
 
 
@@ -60,20 +64,38 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_there_is(llm):
         if len(pieces) == 3:
             signal.raise_signal(signal.SIGINT)
 
-    answer = conversation.say("hello", show)
+    with Keyboard(terminal=False) as keyboard:
+        answer = conversation.say("hello", show, keyboard.interrupted)
     assert answer["finish_reason"] == "abort" and answer["completion_tokens"] == 3
     assert conversation.messages[-1] == {"role": "assistant", "content": "".join(pieces)}
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert conversation.say("go on", lambda piece: None)["finish_reason"] == "length"
+    assert conversation.say("go on", lambda piece: None, lambda: False)["finish_reason"] == "length"
 
 
-def test_a_second_ctrl_c_is_as_ever(llm):
-    def show(piece):
+def test_ctrl_c_by_where_it_comes(monkeypatch):
+    def interrupt_then(*values):
+        lines = iter(values)
+
+        def read(prompt=""):
+            line = next(lines)
+            if line is None:
+                signal.raise_signal(signal.SIGINT)
+            return line
+
+        return read
+
+    monkeypatch.setattr("builtins.input", interrupt_then(None, "hello", "so"))
+    with Keyboard(terminal=True) as keyboard:
+        # A line that is being typed is broken off, the next one counts.
+        assert keyboard.line() == "hello" and not keyboard.interrupted()
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        Conversation(llm, {}).say("hello", show)
+        assert keyboard.interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert keyboard.line() == "so" and not keyboard.interrupted()
+    monkeypatch.setattr("sys.stdin.readline", interrupt_then(None, ""), raising=False)
+    with Keyboard(terminal=False) as keyboard, pytest.raises(KeyboardInterrupt):
+        keyboard.line()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -85,3 +107,42 @@ def test_a_conversation_needs_a_template_and_single_answers(run, tiny, tmp_path)
     assert done.exit_code == 2 and "no chat template" in json.loads(done.stdout)["error"]["message"]
     done = run("chat", tiny, "--n", 2, *ENGINE)
     assert done.exit_code == 2 and "a conversation has no n" in done.stderr
+
+
+class Terminal:
+    """A ``phalanx chat`` that believes it talks to a person."""
+
+    def __init__(self, *arguments):
+        self.end, theirs = os.openpty()
+        command = [sys.executable, "-m", "phalanx.cli", "chat", *map(str, arguments)]
+        env = {**os.environ, "TERM": "dumb"}
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=env)
+        os.close(theirs)
+
+    def type(self, text):
+        os.write(self.end, text.encode())
+
+    def read_until(self, mark):
+        seen = b""
+        while not seen.endswith(mark.encode()):
+            ready, _, _ = select.select([self.end], [], [], 60)
+            assert ready, f"waited for {mark!r} behind {seen!r}"
+            seen += os.read(self.end, 1)
+        return seen.decode()
+
+
+@pytest.mark.slow
+def test_at_a_terminal(tiny):
+    chat = Terminal(tiny, "--ignore-eos", "--max-tokens", 200, *ENGINE)
+    chat.read_until("> ")
+    chat.process.send_signal(signal.SIGINT)  # at the prompt: a new one
+    chat.read_until("> ")
+    chat.type("hello\n")
+    chat.read_until("hello\r\n")
+    chat.process.send_signal(signal.SIGINT)  # may come before the answer, in it, or behind it
+    chat.read_until("> ")
+    chat.type("/clear\n")
+    chat.read_until("> ")
+    chat.type("\x04")
+    assert chat.process.wait(30) == 0
+    os.close(chat.end)

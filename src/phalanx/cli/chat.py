@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,29 +44,32 @@ def chat(
         if not has_template(llm):
             raise typer.BadParameter(f"{llm.name} has no chat template: use phalanx generate")
         conversation = Conversation(llm, settings, system)
-        interactive = sys.stdin.isatty() and not output.json
-        if interactive:
+        terminal = sys.stdin.isatty() and not output.json
+        if terminal:
             notes().print(f"{llm.name}, {llm.max_model_len} tokens of context. {HELP}.", style="dim", markup=False)
-        for text in _lines(interactive):
-            if text == "/quit":
-                break
-            if text == "/clear":
-                conversation.clear()
-            elif text.startswith("/"):
-                notes().print(f"unknown command {text}: {HELP}", markup=False)
-            elif text:
-                _turn(conversation, text, output.json)
+        with Keyboard(terminal) as keyboard:
+            while (line := keyboard.line()) is not None:
+                text = line.strip()
+                if text == "/quit":
+                    break
+                if text == "/clear":
+                    conversation.clear()
+                elif text.startswith("/"):
+                    notes().print(f"unknown command {text}: {HELP}", markup=False)
+                elif text:
+                    _turn(conversation, text, keyboard, output.json)
 
 
-def _turn(conversation: Conversation, text: str, as_json: bool) -> None:
+def _turn(conversation: Conversation, text: str, keyboard: Keyboard, as_json: bool) -> None:
     """One message and its answer; a message that cannot be answered is told and forgotten."""
 
     def show(piece: str) -> None:
-        typer.echo(piece, nl=False)
-        sys.stdout.flush()
+        if not as_json:
+            typer.echo(piece, nl=False)
+            sys.stdout.flush()
 
     try:
-        answer = conversation.say(text, (lambda piece: None) if as_json else show)
+        answer = conversation.say(text, show, keyboard.interrupted)
     except ValueError as error:
         if as_json:
             typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}))
@@ -94,11 +97,11 @@ class Conversation:
         """Forgets everything but the system message."""
         self.messages = list(self._first)
 
-    def say(self, text: str, show: Callable[[str], None]) -> dict[str, Any]:
-        """Adds a message and its answer, which ``show`` gets in pieces; Ctrl-C keeps what there is of it.
+    def say(self, text: str, show: Callable[[str], None], interrupted: Callable[[], bool]) -> dict[str, Any]:
+        """Adds a message and its answer, which ``show`` gets in pieces; once ``interrupted()``, what there is of it.
 
         Returns:
-            role, content, finish_reason ("abort" after Ctrl-C), the numbers of prompt and answer tokens.
+            role, content, finish_reason ("abort" where it was interrupted), the numbers of prompt and answer tokens.
 
         Raises:
             ValueError: the conversation is too long by now, or the template refuses it; the message is forgotten.
@@ -107,16 +110,15 @@ class Conversation:
         prompt = self.llm.prompt_of(messages)
         pieces: list[str] = []
         tokens, reason = 0, "abort"
-        with interrupts() as interrupted:
-            for chunk in self.llm.stream(prompt, self.settings):
-                pieces.append(chunk.text)
-                tokens += len(chunk.token_ids)
-                show(chunk.text)
-                if chunk.error is not None:
-                    raise ValueError(chunk.error)
-                reason = chunk.finish_reason or "abort"
-                if interrupted():
-                    break
+        for chunk in self.llm.stream(prompt, self.settings):
+            pieces.append(chunk.text)
+            tokens += len(chunk.token_ids)
+            show(chunk.text)
+            if chunk.error is not None:
+                raise ValueError(chunk.error)
+            reason = chunk.finish_reason or "abort"
+            if interrupted():
+                break
         content = "".join(pieces)
         self.messages = [*messages, {"role": "assistant", "content": content}]
         return {
@@ -128,36 +130,61 @@ class Conversation:
         }
 
 
-@contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C only sets a flag, which the yielded function reads: a step of the engine is never broken off. The
-    second one is as ever."""
-    seen: list[int] = []
+class Keyboard:
+    """Lines of the user, and Ctrl-C, for as long as a conversation goes on.
 
-    def handler(number: int, frame: Any) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
+    Ctrl-C breaks off a line that is being typed. While an answer comes it only sets a flag, so that a step of the
+    engine is never broken off; a second one ends the program.
 
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield lambda: bool(seen)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    Args:
+        terminal: a person types, with a prompt; else lines are read from standard input, where Ctrl-C ends the program.
+    """
 
+    def __init__(self, terminal: bool) -> None:
+        self._terminal = terminal
+        self._reading = False
+        self._interrupted = False
+        if terminal:
+            with suppress(ImportError):  # not on every system; input() works without
+                import readline  # noqa: F401 - input() gets editing and history by its presence
 
-def _lines(interactive: bool) -> Iterator[str]:
-    """The user's messages, until the end of the input."""
-    if not interactive:
-        for line in sys.stdin:
-            yield line.strip()
-        return
-    with suppress(ImportError):  # not on every system; input() works without
-        import readline  # noqa: F401 - input() gets editing and history by its presence
-    while True:
+    def __enter__(self) -> Keyboard:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def line(self) -> str | None:
+        """The next line; None at the end."""
+        while True:
+            self._interrupted = False
+            try:
+                return self._read()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                if not self._terminal:
+                    raise
+                print()
+
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C came since the last line."""
+        return self._interrupted
+
+    def _read(self) -> str:
+        self._reading = True
         try:
-            yield input("> ").strip()
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            print()
+            if self._terminal:
+                return input("> ")
+            line = sys.stdin.readline()
+        finally:
+            self._reading = False
+        if not line:
+            raise EOFError
+        return line
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self._reading or self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted = True
