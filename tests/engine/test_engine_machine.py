@@ -126,5 +126,5 @@ class Engine(RuleBasedStateMachine):
         self.llm.close()
 
 
-Engine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+Engine.TestCase.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
 TestEngine = Engine.TestCase

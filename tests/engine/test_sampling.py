@@ -151,3 +151,19 @@ def test_ids_beyond_the_vocabulary_cannot_come(tiny_folder: Path) -> None:
     assert VOCAB_SIZE % 2 == 1
     for found in run_threads(2, run):
         assert min(found) >= 0 and max(found) < VOCAB_SIZE
+
+
+def test_a_preempted_answer_shares_no_more_than_the_prompt(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(num_blocks=14, max_num_batched_tokens=5, max_num_seqs=4, prefix_cache=False)
+    wishes: list[tuple[list[int], dict[str, Any]]] = [
+        (list(range(40, 50)), {"max_tokens": 5, "temperature": 1.0, "seed": 2, "n": 2}),
+        ([61, 88, 139, 18, 4, 171, 108, 154, 158, 101], {"max_tokens": 12, "temperature": 1.0, "seed": 0, "n": 2}),
+        (list(range(40, 53)), {"max_tokens": 3}),
+        ([40, 41, 42], {"max_tokens": 12, "temperature": 1.0, "seed": 1, "n": 3}),
+    ]
+    prompts = [prompt for prompt, _ in wishes]
+    params = [as_params({**options, "top_p": 0.9, "ignore_eos": True}) for _, options in wishes]
+    found = llm.generate(prompts, params)
+    assert llm.core.scheduler.num_preemptions > 0
+    expected = make_llm(num_blocks=300, prefix_cache=False).generate(prompts, params)
+    assert [o.outputs for o in found] == [o.outputs for o in expected]

@@ -91,7 +91,9 @@ class KVManager:
 
     def share_prompt(self, parent: Sequence, child: Sequence) -> None:
         """Gives a fresh sequence the full blocks of its parent's prompt, which it has in common."""
-        length = min((len(child.tokens) - 1) // self.block_size, parent.num_committed // self.block_size)
+        # Behind the prompt their tokens differ; one token is left for the child to compute.
+        common = min(len(child.tokens) - 1, parent.prompt_len, parent.num_committed)
+        length = common // self.block_size
         for group, blocks in enumerate(parent.blocks):
             if DUMMY_BLOCK in blocks[self._first_needed(group, length) : length]:
                 return
