@@ -140,7 +140,7 @@ def test_a_run_that_fails_leaves_what_it_has_aside(run, tiny, tmp_path, monkeypa
         (["a", "--temperature", "-1"], "temperature: Input should be greater"),
         (["a", "--n", "2"], "at temperature 0 would be the same"),
         (["a", "--max-tokens", "9999"], "above the context of 256"),
-        (["a", "--dtype", "int8"], "'int8' is not one of float32"),
+        (["a", "--dtype", "int8"], "'int8' is not one of float64"),
         (["a", "--op", "attention=mine"], "no implementation named 'mine'"),
         (["a", "--plugin", "no_such_package"], "'no_such_package' cannot be imported"),
         (["a", "--kv-cache-memory", "much"], "'much' is not a size"),

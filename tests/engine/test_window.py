@@ -1,4 +1,4 @@
-"""Layers with a window beside layers without: transformers' logits and tokens, and blocks outside a window come back."""
+"""Layers with a window beside others: transformers' logits and tokens, and blocks outside a window come back."""
 
 from __future__ import annotations
 
