@@ -39,7 +39,7 @@ class EngineOptions:
 
     tp: Annotated[int | None, _engine("--tp", help="Ranks that the model is cut over. \\[1]")] = None
     dtype: Annotated[
-        str | None, _engine("--dtype", help="float32, bfloat16, float16, or auto: the checkpoint's. \\[auto]")
+        str | None, _engine("--dtype", help="float32, bfloat16, float16, float64, or auto: the checkpoint's. \\[auto]")
     ] = None
     device: Annotated[str | None, _engine("--device", help="cpu, cuda or auto. \\[auto]")] = None
     threads: Annotated[int | None, _engine("--threads", help="CPU threads of a rank. \\[the cores, shared out]")] = None
