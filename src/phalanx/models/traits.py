@@ -196,15 +196,7 @@ class Traits:
             ModelConfigError, ValueError: naming the trait.
         """
         check_activation(self.activation)
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "intermediate_size",
-            "vocab_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        ):
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise ModelConfigError(f"{name} must be at least 1, the config says {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
