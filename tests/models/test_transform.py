@@ -272,7 +272,7 @@ def test_a_source_that_gives_another_part_than_was_asked_for() -> None:
         def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
             return super().read(name, index)[:1]
 
-    with pytest.raises(ValueError, match=r"asked for a part of \(5, 10\), the source gave \(1, 10\)"):
+    with pytest.raises(ValueError, match=r"w: asked for a part of \(5, 10\), the source gave \(1, 10\)"):
         model().transform_mlp_2_param(Broken({"w": numbered(HIDDEN, INNER)}).tensor("w"))
 
 

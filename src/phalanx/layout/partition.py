@@ -313,10 +313,22 @@ def shard_into(out: torch.Tensor, x: Sliceable, partition: Partition, rank: int,
         raise ValueError(f"the shard of rank {rank} of {world} is {expected}, but there is room for {tuple(out.shape)}")
     with torch.no_grad():
         for piece in pieces(partition, x.shape, rank, world):
-            place, part = out[piece.local_slices], x[piece.global_slices]
-            if part.shape != place.shape:
-                raise ValueError(f"asked for a part of {tuple(place.shape)}, the source gave {tuple(part.shape)}")
-            place.copy_(part)
+            copy_part(out[piece.local_slices], x, piece.global_slices)
+
+
+def copy_part(out: torch.Tensor, x: Sliceable, index: tuple[slice, ...]) -> None:
+    """`out` becomes `x[index]`. A lazy `x` with a method `read_into(out, index)` writes there by itself.
+
+    Raises ValueError for a part of another shape than `out` has.
+    """
+    read_into = getattr(x, "read_into", None)
+    if read_into is not None:
+        read_into(out, index)
+        return
+    part = x[index]
+    if part.shape != out.shape:
+        raise ValueError(f"asked for a part of {tuple(out.shape)}, the source gave {tuple(part.shape)}")
+    out.copy_(part)
 
 
 def merge(shards: Sequence[Sliceable], partition: Partition, shape: Sequence[int]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from phalanx.models.hf_config import HFConfig, ModelConfigError
 from phalanx.models.parameter import DeclarationError
 from phalanx.models.serialized import restore_parameters
 from phalanx.weights import WeightError, WeightSource
+from phalanx.weights.heap import give_back_freed_memory
 
 if TYPE_CHECKING:
     from phalanx.models.base import TransformerModel
@@ -27,6 +28,10 @@ PARTS = {
     "outer_container": ("build_container_map",),
 }
 """What a policy names, and the hooks that make it needless."""
+
+
+TRIM_BYTES = 256 << 20
+"""Source bytes between two times that the allocator is told to let go of what loading has freed."""
 
 
 class InferencePolicy:
@@ -155,8 +160,14 @@ def _read(source: WeightSource, containers: ContainerMap) -> None:
             shapes[name] = None
             problems += error.problems
     containers.begin(shapes, dict.fromkeys(problems))
+    read = 0
     for name in names:
-        containers.map_param(name, source.tensor(name))
+        tensor = source.tensor(name)
+        containers.map_param(name, tensor)
+        read += tensor.shape.numel() * tensor.dtype.itemsize
+        if read > TRIM_BYTES:
+            give_back_freed_memory()
+            read = 0
 
 
 def _load_built_in(cls: type[InferencePolicy]) -> None:

@@ -47,10 +47,9 @@ class SafetensorsSource(ShardedSource):
     def read_header(self, path: Path) -> Header:
         return read_header(path)
 
-    def read_tensor(self, path: Path, name: str, index: tuple[slice, ...] | None) -> torch.Tensor:
+    def map_tensor(self, path: Path, name: str, index: tuple[slice, ...] | None) -> torch.Tensor:
         with safe_open(path, framework="pt") as file:
-            part = file.get_tensor(name) if index is None else file.get_slice(name)[index]
-            return part.clone(memory_format=torch.contiguous_format)
+            return file.get_tensor(name) if index is None else file.get_slice(name)[index]
 
 
 def read_header(path: Path) -> Header:

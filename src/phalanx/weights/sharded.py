@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from phalanx.weights.source import TensorInfo, WeightError, WeightSource, unknown_tensor
+from phalanx.weights.source import TensorInfo, WeightError, WeightSource, fill, unknown_tensor
 
 
 class Header(NamedTuple):
@@ -38,8 +38,8 @@ class ShardedSource(WeightSource):
         """The tensors of a file that exists; never raises for a bad file, but lists its problems."""
 
     @abstractmethod
-    def read_tensor(self, path: Path, name: str, index: tuple[slice, ...] | None) -> torch.Tensor:
-        """A tensor of a file as an own contiguous CPU tensor, or the part at `index`."""
+    def map_tensor(self, path: Path, name: str, index: tuple[slice, ...] | None) -> torch.Tensor:
+        """A tensor of a file, or the part at `index`; it may lie in the mapped file."""
 
     def names(self) -> Sequence[str]:
         return list(self._locations())
@@ -52,9 +52,15 @@ class ShardedSource(WeightSource):
         return header.tensors[name]
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        return self._mapped(name, index).clone(memory_format=torch.contiguous_format)
+
+    def read_into(self, out: torch.Tensor, name: str, index: tuple[slice, ...] | None = None) -> None:
+        fill(out, self._mapped(name, index), name)
+
+    def _mapped(self, name: str, index: tuple[slice, ...] | None) -> torch.Tensor:
         path = self.folder / self._file_of(name)
         try:
-            return self.read_tensor(path, name, index)
+            return self.map_tensor(path, name, index)
         except WeightError:
             raise
         except Exception as error:

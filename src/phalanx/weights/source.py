@@ -46,6 +46,13 @@ class WeightSource(ABC):
         A source on disk returns a contiguous CPU tensor of its own; one in memory may return a view.
         """
 
+    def read_into(self, out: torch.Tensor, name: str, index: tuple[slice, ...] | None = None) -> None:
+        """Writes what `read` gives into `out`, which has its shape and any dtype and device.
+
+        A source that can do so without a tensor in between overrides this.
+        """
+        fill(out, self.read(name, index), name)
+
     def verify(self) -> list[str]:
         """All problems that can be found before any values are read: absent, truncated or corrupt files, ..."""
         return []
@@ -72,14 +79,21 @@ class SourceTensor:
         return len(self.shape)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
-        slices = index if isinstance(index, tuple) else (index,)
-        if len(slices) > self.ndim or not all(isinstance(part, slice) and part.step in (None, 1) for part in slices):
-            raise TypeError(f"{self.name} of shape {tuple(self.shape)} is sliced by ranges of step 1, not by {index!r}")
-        return self._source.read(self.name, slices)
+        return self._source.read(self.name, self._slices(index))
+
+    def read_into(self, out: torch.Tensor, index: slice | tuple[slice, ...]) -> None:
+        """Writes a part of it into `out`, which has the part's shape and any dtype and device."""
+        self._source.read_into(out, self.name, self._slices(index))
 
     def load(self) -> torch.Tensor:
         """The whole tensor."""
         return self._source.read(self.name)
+
+    def _slices(self, index: slice | tuple[slice, ...]) -> tuple[slice, ...]:
+        slices = index if isinstance(index, tuple) else (index,)
+        if len(slices) > self.ndim or not all(isinstance(part, slice) and part.step in (None, 1) for part in slices):
+            raise TypeError(f"{self.name} of shape {tuple(self.shape)} is sliced by ranges of step 1, not by {index!r}")
+        return slices
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(torch.Tensor, name):
@@ -94,6 +108,13 @@ class SourceTensor:
 
     def __repr__(self) -> str:
         return f"SourceTensor({self.name!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+def fill(out: torch.Tensor, part: torch.Tensor, name: str) -> None:
+    """`out` becomes `part`. WeightError where the shapes differ: copying would repeat what is too small."""
+    if out.shape != part.shape:
+        raise WeightError(f"{name}: asked for a part of {tuple(out.shape)}, the source gave {tuple(part.shape)}")
+    out.copy_(part)
 
 
 def _loaded(value: Any) -> Any:

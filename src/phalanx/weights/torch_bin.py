@@ -30,9 +30,9 @@ class TorchBinSource(ShardedSource):
             return Header({}, error.problems)
         return Header({name: TensorInfo(tuple(value.shape), value.dtype) for name, value in tensors.items()}, [])
 
-    def read_tensor(self, path: Path, name: str, index: tuple[slice, ...] | None) -> torch.Tensor:
+    def map_tensor(self, path: Path, name: str, index: tuple[slice, ...] | None) -> torch.Tensor:
         value = self._load(path)[name].detach()
-        return (value if index is None else value[index]).clone(memory_format=torch.contiguous_format)
+        return value if index is None else value[index]
 
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
         if path in self._kept:

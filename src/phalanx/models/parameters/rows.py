@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.layout import copy_part
+
 
 class Rows:
     """The rows of ``source`` in ``runs``, one after the other; reading a slice reads only the rows it covers.
@@ -24,13 +26,18 @@ class Rows:
         self.shape = (sum(length for _, length in self._runs), *source.shape[1:])
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        sizes = [len(range(*part.indices(size))) for part, size in zip(index, self.shape, strict=False)]
+        out = torch.empty(*sizes, *self.shape[len(index) :], dtype=self.dtype)
+        self.read_into(out, index)
+        return out
+
+    def read_into(self, out: Tensor, index: tuple[slice, ...]) -> None:
+        """Writes a slice into ``out``, which has its shape and any dtype and device."""
         start, stop, _ = index[0].indices(self.shape[0])
-        parts, offset = [], 0
+        offset = 0
         for first, length in self._runs:
             low, high = max(start - offset, 0), min(stop - offset, length)
             if low < high:
-                parts.append(self._source[(slice(first + low, first + high), *index[1:])])
+                place = out[offset + low - start : offset + high - start]
+                copy_part(place, self._source, (slice(first + low, first + high), *index[1:]))
             offset += length
-        if not parts:
-            return self._source[(slice(0, 0), *index[1:])]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)

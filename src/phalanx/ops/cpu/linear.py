@@ -27,8 +27,10 @@ class PanelLinear:
         panels = -(-out_features // PANEL)
         if _is_bf16_valued(weight):
             data = torch.empty(panels, padded // 2, PANEL, 2, dtype=torch.bfloat16)
-            # Pairs of bf16 are moved as one 4-byte element each.
-            source = torch.nn.functional.pad(weight.to(torch.bfloat16), (0, in_features % 2)).contiguous()
+            source = weight.to(torch.bfloat16).contiguous()
+            # Pairs of bf16 are moved as one 4-byte element each. (`pad` copies even where it adds nothing.)
+            if in_features % 2:
+                source = torch.nn.functional.pad(source, (0, 1))
             columns = source.shape[1] // 2
         else:
             data = torch.empty(panels, padded, PANEL, dtype=torch.float32)
@@ -77,8 +79,9 @@ class PanelLinear:
 
 
 def _is_bf16_valued(weight: Tensor) -> bool:
+    # Some rows at a time: a copy of a whole weight is what a machine may lack the memory for.
     return weight.dtype == torch.bfloat16 or all(
-        torch.equal(part, part.to(torch.bfloat16).to(part.dtype)) for part in (weight[:1], weight)
+        torch.equal(part, part.to(torch.bfloat16).to(part.dtype)) for part in weight.split(PANEL)
     )
 
 
