@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.distributed.group import Group
 from phalanx.distributed.thread_group import run_threads
 from phalanx.engine.build import build_engine
 from phalanx.engine.inference_engine import InferenceEngine
@@ -66,33 +67,37 @@ def put_in_chunks(engine: InferenceEngine, uid: int, ids: list[int], chunks: lis
     return torch.cat(found)
 
 
+PATTERNS = {
+    "prompt and decode": [LONG - 6] + [1] * 6,
+    "by 7": chunked(LONG, 7),
+    "one-shot": [LONG],
+    "by 64": chunked(LONG, 64),
+    "by 1": [1] * LONG,
+}
+"""How a sequence is given; at TP 2 and 4 the first two, which read the cache in prompts and in decode steps."""
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_transformers(variant: str, tmp_path: Path) -> None:
     model = llama(llama_config(**VARIANTS[variant]))
     folder = save(model, tmp_path / "model")
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 131, (LONG,), generator=generator).tolist()
-    patterns = {
-        "one-shot": [LONG],
-        "by 64": chunked(LONG, 64),
-        "by 7": chunked(LONG, 7),
-        "by 1": [1] * LONG,
-        "prompt and decode": [40] + [1] * (LONG - 40),
-    }
-    expected = {name: reference(model, ids, chunks) for name, chunks in patterns.items()}
-    if variant not in LENGTH_DEPENDENT:
-        assert error(expected["by 1"], expected["one-shot"]) < TOLERANCE
+    if variant in LENGTH_DEPENDENT:
+        expected = {name: reference(model, ids, chunks) for name, chunks in PATTERNS.items()}
+    else:
+        expected = dict.fromkeys(PATTERNS, reference(model, ids, [LONG]))
 
-    def run(group: Any, world: int) -> dict[str, torch.Tensor]:
-        engine = build_engine(
-            folder, group=group, tensor_parallel_size=world, max_model_len=128, num_blocks=40, block_size=8
-        )
-        return {name: put_in_chunks(engine, uid, ids, chunks) for uid, (name, chunks) in enumerate(patterns.items())}
+    def run(group: Group) -> dict[str, torch.Tensor]:
+        settings = {"max_model_len": 128, "num_blocks": 40, "block_size": 8}
+        engine = build_engine(folder, settings, group=group, tensor_parallel_size=group.size)
+        names = list(PATTERNS)[: None if group.size == 1 else 2]
+        return {name: put_in_chunks(engine, uid, ids, PATTERNS[name]) for uid, name in enumerate(names)}
 
     for world in (1, 2, 4):
-        for rank, found in enumerate(run_threads(world, lambda group, world=world: run(group, world))):
-            for name in patterns:
-                assert error(found[name], expected[name]) < TOLERANCE, (variant, world, rank, name)
+        for rank, found in enumerate(run_threads(world, run)):
+            for name, logits in found.items():
+                assert error(logits, expected[name]) < TOLERANCE, (variant, world, rank, name)
 
 
 @pytest.mark.parametrize("variant", ["gqa", *LENGTH_DEPENDENT])
@@ -122,13 +127,13 @@ def test_kv_heads_and_odd_vocabularies_at_every_tp_size(heads: int, vocab: int, 
     folder = save(model, tmp_path / "model")
     ids = list(range(1, 30))
     expected = reference(model, ids, [len(ids)])
+
+    def run(group: Group) -> torch.Tensor:
+        engine = build_engine(folder, group=group, tensor_parallel_size=group.size, num_blocks=20)
+        return engine.put([0], [ids], logits="all")
+
     for world in (1, 2, 4, 8):
-        for found in run_threads(
-            world,
-            lambda group, world=world: build_engine(folder, group=group, tensor_parallel_size=world, num_blocks=20).put(
-                [0], [ids], logits="all"
-            ),
-        ):
+        for found in run_threads(world, run):
             assert found.shape == (len(ids), vocab)
             assert error(found, expected) < TOLERANCE
 
@@ -166,13 +171,13 @@ def test_tied_and_stored_heads(tied: bool, stored: bool, tmp_path: Path) -> None
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     expected = reference(model, [3, 4, 5], [3])
+
+    def run(group: Group) -> torch.Tensor:
+        settings = {"tensor_parallel_size": group.size, "num_blocks": 20}
+        return build_engine(tensors, settings, hf_config=config, group=group).put([0], [[3, 4, 5]], logits="all")
+
     for world in (1, 2):
-        for found in run_threads(
-            world,
-            lambda group, world=world: build_engine(
-                tensors, hf_config=config, group=group, tensor_parallel_size=world, num_blocks=20
-            ).put([0], [[3, 4, 5]], logits="all"),
-        ):
+        for found in run_threads(world, run):
             assert error(found, expected) < TOLERANCE
 
 
