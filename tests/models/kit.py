@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,14 +112,3 @@ def bare_model(
 def numbered(*shape: int) -> Tensor:
     """A float32 tensor whose elements all differ."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-
-
-def problems_of(error: Any) -> list[str]:
-    """What a WeightError lists, without the folder that files lie in."""
-    return [problem.rsplit("/", 1)[-1] if problem.startswith("file ") else problem for problem in error.problems]
-
-
-def all_of(texts: Iterable[str], lines: Iterable[str]) -> bool:
-    """Whether every text is in one of the lines."""
-    lines = list(lines)
-    return all(any(text in line for line in lines) for text in texts)

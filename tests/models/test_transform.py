@@ -240,6 +240,8 @@ UNFIT: list[tuple[str, Any, str]] = [
     ("attn_out", numbered(1), r"given \(1,\), expected \(5,\)"),
     ("mlp_1", (numbered(INNER, HIDDEN), numbered(INNER, 1)), r"\(10, 1\), expected \(10, 5\) \+ \(10, 5\)"),
     ("mlp_2", numbered(2, HIDDEN, INNER), r"given \(2, 5, 10\), expected \(5, 10\)"),
+    ("mlp_2", numbered(HIDDEN, INNER).to(torch.int8), r"holds torch\.int8, expected one of torch\.float32, "),
+    ("qkv", (Q, K.to(torch.float8_e4m3fn), V), r"holds torch\.float8_e4m3fn, expected one of"),
 ]
 
 

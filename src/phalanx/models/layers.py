@@ -22,6 +22,9 @@ from phalanx.ops.linear import PreparedWeight, embedding_lookup, linear, prepare
 # Importing them registers their implementations.
 REGISTERED = (activation, attention, norm, rope)
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What a checkpoint's tensors may be; anything else would need its scales."""
+
 HeadNorm = Callable[[Tensor], Tensor]
 """A norm of every head: [T, heads, head_dim] -> the same."""
 
@@ -53,8 +56,18 @@ class Placement:
         """
         shape = local_shape(partition, value.shape, self.group.rank, self.group.size)
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        shard_into(out, value, partition, self.group.rank, self.group.size)
+        self.cut_into(out, value, partition)
         return out
+
+    def cut_into(self, out: Tensor, value: Any, partition: Partition) -> None:
+        """The same into memory that is there already.
+
+        Raises:
+            ValueError: the tensor does not hold plain floating-point numbers, as those of a quantised checkpoint.
+        """
+        if value.dtype not in FLOATS:
+            raise ValueError(f"holds {value.dtype}, expected one of {', '.join(map(str, FLOATS))}")
+        shard_into(out, value, partition, self.group.rank, self.group.size)
 
     def op(self, name: str) -> Any:
         """The implementation of an op for this device and dtype."""
@@ -119,7 +132,7 @@ class Linear:
         shape = (sum(sizes), *parts[0].shape[1:])
         out = torch.empty(shape, dtype=placement.dtype, device=placement.device)
         for rows, part, block in zip(out.split(sizes), parts, blocks, strict=True):
-            shard_into(rows, part, Partition.column((block,)), placement.group.rank, placement.group.size)
+            placement.cut_into(rows, part, Partition.column((block,)))
         return out
 
     def __call__(self, x: Tensor, weight: InferenceParameter, bias: InferenceParameter | None = None) -> Tensor:

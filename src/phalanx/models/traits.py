@@ -195,6 +195,10 @@ class Traits:
         Raises:
             ModelConfigError, ValueError: naming the trait.
         """
+        packed = self.config.get("quantization_config")
+        if packed:
+            method = packed.get("quant_method") if isinstance(packed, dict) else packed
+            raise ModelConfigError(f"quantization_config: checkpoints packed by {method!r} are not supported")
         check_activation(self.activation)
         for name in SIZES:
             if getattr(self, name) < 1:
