@@ -1,6 +1,23 @@
-"""Settings for every test, made before torch is imported."""
+"""Settings for every test, made before torch is imported, and the model that most of them run."""
+
+from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 # Two test workers share the machine, and tests start ranks of their own: one thread each (children inherit it).
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of a tiny random Llama whose greedy answers vary, with a tokenizer and a chat template."""
+    from tests.models.tiny import llama, llama_config, save
+    from tests.tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny")
+    save(llama(llama_config(vocab_size=VOCAB_SIZE, max_position_embeddings=256), seed=3), folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder

@@ -11,20 +11,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.models import POLICIES, load_families
-from tests.models.tiny import llama, llama_config, save
-from tests.tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(llama(llama_config(vocab_size=VOCAB_SIZE, max_position_embeddings=256), seed=3), folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
@@ -32,13 +22,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_code_runs(
     block: str,
     model: str,
-    tiny: Path,
+    tiny_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code = block.replace('"smollm2"', repr(str(tiny))) if model == "tiny" else block
+    code = block.replace('"smollm2"', repr(str(tiny_folder))) if model == "tiny" else block
     name = f"readme_block_{BLOCKS.index(block)}_{model}"
     # A module of its own: classes look for names where they were defined.
     (tmp_path / f"{name}.py").write_text(code)

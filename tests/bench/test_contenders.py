@@ -12,8 +12,8 @@ from phalanx.bench.transformers_peer import Transformers
 
 
 @pytest.fixture
-def expected(tiny, plan):
-    with Phalanx(LLM(tiny, num_blocks=64)) as ours:
+def expected(tiny_folder, plan):
+    with Phalanx(LLM(tiny_folder, num_blocks=64)) as ours:
         (sample,) = ours.measure(plan)
         assert [len(answer) for answer in sample.answers] == plan.workload.output_lens
         assert ours.measure(replace(plan, kind="latency"))[0].answers == sample.answers
@@ -21,19 +21,19 @@ def expected(tiny, plan):
 
 
 @pytest.mark.parametrize("mode", PEERS["transformers"])
-def test_transformers(tiny, plan, expected, mode):
-    with Transformers(tiny, mode, torch.float32, torch.device("cpu"), threads=1) as peer:
+def test_transformers(tiny_folder, plan, expected, mode):
+    with Transformers(tiny_folder, mode, torch.float32, torch.device("cpu"), threads=1) as peer:
         assert peer.measure(plan)[0].answers == expected
 
 
-def test_transformers_one_by_one_token_by_token(tiny, plan, expected):
-    with Transformers(tiny, "single", torch.float32, torch.device("cpu"), None) as peer:
+def test_transformers_one_by_one_token_by_token(tiny_folder, plan, expected):
+    with Transformers(tiny_folder, "single", torch.float32, torch.device("cpu"), None) as peer:
         (sample,) = peer.measure(replace(plan, kind="latency"))
     assert sample.answers == expected
     assert [len(times) for times in sample.token_times] == plan.workload.output_lens
 
 
-def test_cpu_time_is_known_only_of_one_process(tiny):
-    with Phalanx(LLM(tiny, num_blocks=64, block_size=8)) as ours:
+def test_cpu_time_is_known_only_of_one_process(tiny_folder):
+    with Phalanx(LLM(tiny_folder, num_blocks=64, block_size=8)) as ours:
         assert ours.alone and ours.mode == "tp 1"
         assert ours.settings == {"num_blocks": 64, "block_size": 8}

@@ -8,13 +8,13 @@ from phalanx.weights.dummy import DummySource
 from tests.models.tiny import llama_config
 
 
-def test_a_hugging_face_folder_is_taken_as_it_is(tiny, tmp_path):
-    assert hf_folder(str(tiny), torch.float32, False, tmp_path / "copy") == tiny
+def test_a_hugging_face_folder_is_taken_as_it_is(tiny_folder, tmp_path):
+    assert hf_folder(str(tiny_folder), torch.float32, False, tmp_path / "copy") == tiny_folder
     assert not (tmp_path / "copy").exists()
 
 
-def test_random_weights_are_copied(tiny, tmp_path):
-    folder = hf_folder(str(tiny), torch.bfloat16, True, tmp_path / "copy")
+def test_random_weights_are_copied(tiny_folder, tmp_path):
+    folder = hf_folder(str(tiny_folder), torch.bfloat16, True, tmp_path / "copy")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert model.dtype is torch.bfloat16
     expected = DummySource(llama_config(vocab_size=model.config.vocab_size).to_dict())
@@ -23,8 +23,8 @@ def test_random_weights_are_copied(tiny, tmp_path):
     assert AutoTokenizer.from_pretrained(folder)("hello")["input_ids"]
 
 
-def test_a_serialised_checkpoint_is_refused(tiny, tmp_path):
-    with LLM(tiny, num_blocks=8) as llm:
+def test_a_serialised_checkpoint_is_refused(tiny_folder, tmp_path):
+    with LLM(tiny_folder, num_blocks=8) as llm:
         llm.engine.serialize(tmp_path / "served")
     with pytest.raises(ValueError, match="serialised checkpoint"):
         hf_folder(str(tmp_path / "served"), torch.float32, False, tmp_path / "copy")

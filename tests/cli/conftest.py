@@ -1,31 +1,19 @@
-"""The command line in this process, and a tiny model to run it on."""
+"""The command line, run in this process."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from phalanx.cli import app
-from tests.models.tiny import llama, llama_config, save
-from tests.tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer
 
 ENGINE = ["--num-blocks", "64", "--max-num-seqs", "4", "--block-size", "8"]
 
 Run = Callable[..., Result]
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder of a tiny random Llama with a chat template."""
-    folder = tmp_path_factory.mktemp("tiny")
-    save(llama(llama_config(vocab_size=VOCAB_SIZE, max_position_embeddings=256), seed=3), folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from tests.cli.conftest import ENGINE
 SMALL = ["--requests", 3, "--prompt-len", "4:20", "--output-len", "2:6", "--warm-up", 1]
 
 
-def test_throughput_beside_transformers(run, tiny, tmp_path):
+def test_throughput_beside_transformers(run, tiny_folder, tmp_path):
     file = tmp_path / "results" / "run.json"
     flags = ["--peer", "transformers", "--peer-mode", "padded", "--peer-mode", "single", "--save", file, "--repeat", 2]
-    done = run("bench", "throughput", tiny, *SMALL, *flags, "--json", *ENGINE)
+    done = run("bench", "throughput", tiny_folder, *SMALL, *flags, "--json", *ENGINE)
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
     assert found == json.loads(file.read_text())
@@ -27,18 +27,18 @@ def test_throughput_beside_transformers(run, tiny, tmp_path):
     assert found["workload"]["requests"] == 3 and found["dtype"] == "float32"
 
 
-def test_latency_for_people(run, tiny):
-    done = run("bench", "latency", tiny, *SMALL, *ENGINE)
+def test_latency_for_people(run, tiny_folder):
+    done = run("bench", "latency", tiny_folder, *SMALL, *ENGINE)
     assert done.exit_code == 0, done.stderr
     assert "latency of" in done.stdout and "3 prompts" in done.stdout and "phalanx" in done.stdout
 
 
-def test_a_peer_that_fails_leaves_the_other_figures(run, tiny, tmp_path):
+def test_a_peer_that_fails_leaves_the_other_figures(run, tiny_folder, tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 3\n")
     python.chmod(0o755)
     flags = ["--peer", "vllm", "--peer-mode", "eager", "--peer-python", python]
-    done = run("bench", "throughput", tiny, *SMALL, *flags, "--json", *ENGINE)
+    done = run("bench", "throughput", tiny_folder, *SMALL, *flags, "--json", *ENGINE)
     ours, theirs = json.loads(done.stdout)["results"]
     assert done.exit_code == 0 and ours["output_tok_per_s"] > 0 and "ended with status 3" in theirs["error"]
 
@@ -53,6 +53,6 @@ def test_a_peer_that_fails_leaves_the_other_figures(run, tiny, tmp_path):
         (["--prompt-len", "9:3"], "is not a range of lengths"),
     ],
 )
-def test_bad_input(run, tiny, flags, message):
-    done = run("bench", "throughput", tiny, *flags, "--json")
+def test_bad_input(run, tiny_folder, flags, message):
+    done = run("bench", "throughput", tiny_folder, *flags, "--json")
     assert done.exit_code == 2 and message in json.loads(done.stdout)["error"]["message"]

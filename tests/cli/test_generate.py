@@ -7,9 +7,9 @@ from tests.cli.conftest import ENGINE, records
 
 
 @pytest.fixture(scope="module")
-def answers(tiny):
+def answers(tiny_folder):
     """What the library answers to a prompt, by way of the chat template or not."""
-    with LLM(tiny, num_blocks=64) as llm:
+    with LLM(tiny_folder, num_blocks=64) as llm:
 
         def answer(prompt, template=True, **settings):
             if template:
@@ -19,20 +19,20 @@ def answers(tiny):
         yield answer
 
 
-def test_one_prompt_is_printed_as_it_comes(run, tiny, answers):
-    done = run("generate", tiny, "hello", "--max-tokens", 9, *ENGINE)
+def test_one_prompt_is_printed_as_it_comes(run, tiny_folder, answers):
+    done = run("generate", tiny_folder, "hello", "--max-tokens", 9, *ENGINE)
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout == answers("hello", max_tokens=9)[0].text + "\n"
 
 
-def test_the_chat_template_may_be_left_out(run, tiny, answers):
-    plain = run("generate", tiny, "hello", "--no-chat", "--max-tokens", 9, *ENGINE).stdout
+def test_the_chat_template_may_be_left_out(run, tiny_folder, answers):
+    plain = run("generate", tiny_folder, "hello", "--no-chat", "--max-tokens", 9, *ENGINE).stdout
     assert plain == answers("hello", template=False, max_tokens=9)[0].text + "\n"
-    assert plain != run("generate", tiny, "hello", "--chat", "--max-tokens", 9, *ENGINE).stdout
+    assert plain != run("generate", tiny_folder, "hello", "--chat", "--max-tokens", 9, *ENGINE).stdout
 
 
-def test_a_model_without_template_takes_plain_prompts(run, tiny, tmp_path, answers):
-    for file in tiny.iterdir():
+def test_a_model_without_template_takes_plain_prompts(run, tiny_folder, tmp_path, answers):
+    for file in tiny_folder.iterdir():
         if file.name != "chat_template.jinja":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     done = run("generate", tmp_path, "hello", "--max-tokens", 9, *ENGINE)
@@ -41,10 +41,10 @@ def test_a_model_without_template_takes_plain_prompts(run, tiny, tmp_path, answe
     assert done.exit_code == 2 and "no chat template" in done.stderr
 
 
-def test_several_prompts_and_answers_for_people(run, tiny, answers):
+def test_several_prompts_and_answers_for_people(run, tiny_folder, answers):
     settings = {"max_tokens": 5, "temperature": 1, "seed": 3, "n": 2}
     flags = ["--max-tokens", 5, "--temperature", 1, "--seed", 3, "--n", 2]
-    done = run("generate", tiny, "one", "two", *flags, *ENGINE)
+    done = run("generate", tiny_folder, "one", "two", *flags, *ENGINE)
     expected = [
         f"[{number}] {prompt}\n" + "".join(f"{answer.text}\n" for answer in answers(prompt, **settings)) + "\n"
         for number, prompt in enumerate(["one", "two"], start=1)
@@ -52,9 +52,9 @@ def test_several_prompts_and_answers_for_people(run, tiny, answers):
     assert (done.exit_code, done.stdout) == (0, "".join(expected))
 
 
-def test_json_gives_a_record_a_prompt(run, tiny, answers):
+def test_json_gives_a_record_a_prompt(run, tiny_folder, answers):
     flags = ["--max-tokens", 4, "--logprobs", 2, "--prompt-logprobs", 1]
-    done = run("generate", tiny, "one", "two", "--json", *flags, *ENGINE)
+    done = run("generate", tiny_folder, "one", "two", "--json", *flags, *ENGINE)
     found = records(done.stdout)
     assert [record["prompt"] for record in found] == ["one", "two"] and done.exit_code == 0
     for record in found:
@@ -80,15 +80,17 @@ LINES = [
 
 
 @pytest.mark.parametrize("way", ["file", "pipe"])
-def test_json_lines_in_and_out(run, tiny, tmp_path, answers, way):
+def test_json_lines_in_and_out(run, tiny_folder, tmp_path, answers, way):
     text = "\n".join([*map(json.dumps, LINES), "{", ""])
     if way == "file":
         (tmp_path / "in.jsonl").write_text(text)
-        done = run("generate", tiny, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", *ENGINE)
+        done = run(
+            "generate", tiny_folder, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", *ENGINE
+        )
         assert done.stdout == "" and sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
         found = records((tmp_path / "out.jsonl").read_text())
     else:
-        done = run("generate", tiny, "--input", "-", "--output", "-", *ENGINE, input=text)
+        done = run("generate", tiny_folder, "--input", "-", "--output", "-", *ENGINE, input=text)
         found = records(done.stdout)
     # Bad input, though the good lines have run.
     assert done.exit_code == 2 and "5 of 8 prompts have an error" in done.stderr
@@ -105,19 +107,19 @@ def test_json_lines_in_and_out(run, tiny, tmp_path, answers, way):
         assert part in message
 
 
-def test_flags_are_the_defaults_of_lines(run, tiny):
+def test_flags_are_the_defaults_of_lines(run, tiny_folder):
     lines = '{"prompt": "a"}\n{"prompt": "a", "max_tokens": 2}\n'
-    done = run("generate", tiny, "--input", "-", "--max-tokens", 5, *ENGINE, input=lines)
+    done = run("generate", tiny_folder, "--input", "-", "--max-tokens", 5, *ENGINE, input=lines)
     assert [len(record["outputs"][0]["token_ids"]) for record in records(done.stdout)] == [5, 2]
 
 
-def test_a_line_separator_inside_a_text_is_no_end_of_line(run, tiny):
+def test_a_line_separator_inside_a_text_is_no_end_of_line(run, tiny_folder):
     line = json.dumps({"prompt": "a\u2028b\u0085c"}, ensure_ascii=False)
-    done = run("generate", tiny, "--input", "-", "--max-tokens", 1, *ENGINE, input=line)
+    done = run("generate", tiny_folder, "--input", "-", "--max-tokens", 1, *ENGINE, input=line)
     assert [record["prompt"] for record in records(done.stdout)] == ["a\u2028b\u0085c"]
 
 
-def test_a_run_that_fails_leaves_what_it_has_aside(run, tiny, tmp_path, monkeypatch):
+def test_a_run_that_fails_leaves_what_it_has_aside(run, tiny_folder, tmp_path, monkeypatch):
     steps = []
 
     def broken(llm):
@@ -126,7 +128,7 @@ def test_a_run_that_fails_leaves_what_it_has_aside(run, tiny, tmp_path, monkeypa
 
     (tmp_path / "out.jsonl").write_text("before")
     monkeypatch.setattr(LLM, "step", broken)
-    done = run("generate", tiny, "a", "--output", tmp_path / "out.jsonl", *ENGINE)
+    done = run("generate", tiny_folder, "a", "--output", tmp_path / "out.jsonl", *ENGINE)
     assert done.exit_code == 1 and "rank 1 died" in done.stderr and steps
     assert (tmp_path / "out.jsonl").read_text() == "before" and (tmp_path / "out.jsonl.partial").exists()
 
@@ -147,17 +149,17 @@ def test_a_run_that_fails_leaves_what_it_has_aside(run, tiny, tmp_path, monkeypa
         (["--input", "/absent.jsonl"], "/absent.jsonl"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(run, tiny, arguments, message):
-    done = run("generate", tiny, *arguments, *ENGINE)
+def test_bad_input_is_one_message_and_exit_code_2(run, tiny_folder, arguments, message):
+    done = run("generate", tiny_folder, *arguments, *ENGINE)
     assert done.exit_code == 2 and message in done.stderr and done.stdout == ""
     assert "Traceback" not in done.stderr
-    done = run("generate", tiny, *arguments, "--json", *ENGINE)
+    done = run("generate", tiny_folder, *arguments, "--json", *ENGINE)
     if "--logprobs" not in arguments:
         assert done.exit_code == 2 and message in done.stdout
 
 
-def test_ranks(run, tiny, answers):
-    done = run("generate", tiny, "hello", "--max-tokens", 9, "--tp", 2, *ENGINE)
+def test_ranks(run, tiny_folder, answers):
+    done = run("generate", tiny_folder, "hello", "--max-tokens", 9, "--tp", 2, *ENGINE)
     assert (done.exit_code, done.stdout) == (0, answers("hello", max_tokens=9)[0].text + "\n")
 
 

@@ -18,11 +18,11 @@ def info(run):
     return ask
 
 
-def test_what_a_model_is(info, tiny):
-    found = info(tiny)
+def test_what_a_model_is(info, tiny_folder):
+    found = info(tiny_folder)
     expected = {
-        "model": str(tiny),
-        "path": str(tiny),
+        "model": str(tiny_folder),
+        "path": str(tiny_folder),
         "model_type": "llama",
         "policy": "LlamaPolicy",
         "weights": "safetensors",
@@ -45,48 +45,48 @@ def test_what_a_model_is(info, tiny):
     }
     assert {name: found[name] for name in expected} == expected
     assert found["rope"]["kind"] == "default" and found["rope"]["rotary_dim"] == 12
-    assert found["parameters"] == sum(p.numel() for p in LlamaForCausalLM.from_pretrained(tiny).parameters())
+    assert found["parameters"] == sum(p.numel() for p in LlamaForCausalLM.from_pretrained(tiny_folder).parameters())
 
 
-def test_what_it_takes_on_each_rank(info, tiny):
-    one = info(tiny, "--dtype", "bfloat16", "--block-size", 8, "--tokens", 100)
+def test_what_it_takes_on_each_rank(info, tiny_folder):
+    one = info(tiny_folder, "--dtype", "bfloat16", "--block-size", 8, "--tokens", 100)
     assert one["memory"] == {
         "tokens": 100,
         "ranks": [{"kv_bytes": 13 * 8 * one["kv_bytes_per_token"], "parameter_bytes": 2 * one["parameters"]}],
     }
-    three = info(tiny, "--tp", 3)
+    three = info(tiny_folder, "--tp", 3)
     # Two KV heads over three ranks: the first is held twice, its two query heads are shared out.
     assert [(rank["query_heads"], rank["kv_heads"]) for rank in three["ranks"]] == [(1, 1), (1, 1), (2, 1)]
     assert three["parameters"] == one["parameters"] < sum(rank["parameters"] for rank in three["ranks"])
 
 
-def test_a_config_alone(info, tiny, tmp_path):
-    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
-    found, whole = info(tmp_path, "--tp", 2), info(tiny, "--tp", 2)
+def test_a_config_alone(info, tiny_folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((tiny_folder / "config.json").read_bytes())
+    found, whole = info(tmp_path, "--tp", 2), info(tiny_folder, "--tp", 2)
     assert found["weights"] == "absent" and "holds no weights" in found["problems"][0]
     assert (found["has_tokenizer"], found["has_chat_template"]) == (False, False)
     assert (found["parameters"], found["ranks"]) == (whole["parameters"], whole["ranks"])
 
 
-def test_faulty_weights_are_told(info, tiny, tmp_path):
-    for file in tiny.iterdir():
+def test_faulty_weights_are_told(info, tiny_folder, tmp_path):
+    for file in tiny_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-100])
     found = info(tmp_path)
-    assert "truncated" in "".join(found["problems"]) and found["parameters"] == info(tiny)["parameters"]
+    assert "truncated" in "".join(found["problems"]) and found["parameters"] == info(tiny_folder)["parameters"]
 
 
-def test_a_serialised_checkpoint(info, tiny, tmp_path):
-    with LLM(tiny, num_blocks=8, dtype="bfloat16") as llm:
+def test_a_serialised_checkpoint(info, tiny_folder, tmp_path):
+    with LLM(tiny_folder, num_blocks=8, dtype="bfloat16") as llm:
         llm.engine.serialize(tmp_path / "served")
     found = info(tmp_path / "served")
     assert found["weights"] == "serialised" and found["problems"] == []
-    assert (found["dtype"], found["parameter_bytes"]) == ("bfloat16", 2 * info(tiny)["parameters"])
+    assert (found["dtype"], found["parameter_bytes"]) == ("bfloat16", 2 * info(tiny_folder)["parameters"])
 
 
 @pytest.mark.parametrize("kind", ["mamba", "no_such_model"])
-def test_a_model_that_is_not_served(run, info, tiny, tmp_path, kind):
+def test_a_model_that_is_not_served(run, info, tiny_folder, tmp_path, kind):
     load_families()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "eos_token_id": 7}))
     found = info(tmp_path)
@@ -96,8 +96,8 @@ def test_a_model_that_is_not_served(run, info, tiny, tmp_path, kind):
     assert done.exit_code == 0 and "served by nothing here" in done.stdout
 
 
-def test_for_people(run, tiny):
-    text = run("info", tiny, "--tp", 2, "--tokens", 1000).stdout
+def test_for_people(run, tiny_folder):
+    text = run("info", tiny_folder, "--tp", 2, "--tokens", 1000).stdout
     for part in (
         "llama, served by LlamaPolicy",
         "4 query, 2 KV, of 12",

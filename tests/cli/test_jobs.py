@@ -39,12 +39,12 @@ def test_bad_lines_keep_their_number_and_say_what_is_wrong(line, message):
     assert first.error is None and bad.line == 2 and message in bad.error
 
 
-def test_records_come_in_the_order_of_the_jobs_and_each_as_early_as_can_be(tiny):
+def test_records_come_in_the_order_of_the_jobs_and_each_as_early_as_can_be(tiny_folder):
     lengths = [9, 1, 5, 2, 8, 1, 1, 3, 4, 1]
     jobs = [Job(place + 1, [5, 6, 7 + place], {"max_tokens": length}) for place, length in enumerate(lengths)]
     jobs[4] = Job(5, "x" * 999)
     found = []
-    with LLM(tiny, num_blocks=64, max_num_seqs=2) as llm:
+    with LLM(tiny_folder, num_blocks=64, max_num_seqs=2) as llm:
         # What is read of the input while it runs shows that a long one is not taken in at once.
         reached = []
         run_jobs(
@@ -61,9 +61,9 @@ def test_records_come_in_the_order_of_the_jobs_and_each_as_early_as_can_be(tiny)
     json.dumps([record for record, _ in found])
 
 
-def test_a_jobs_own_settings_win(tiny):
+def test_a_jobs_own_settings_win(tiny_folder):
     found = []
-    with LLM(tiny, num_blocks=64, max_num_seqs=2) as llm:
+    with LLM(tiny_folder, num_blocks=64, max_num_seqs=2) as llm:
         jobs = [Job(1, [5]), Job(2, [5], {"max_tokens": 2, "logprobs": 1})]
         run_jobs(llm, jobs, {"max_tokens": 4}, False, found.append)
     first, second = (record["outputs"][0] for record in found)

@@ -10,17 +10,7 @@ import pytest
 import torch
 
 from phalanx import LLM
-from tests.models.tiny import llama, llama_config, save
-from tests.tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder of a tiny random Llama whose greedy answers vary."""
-    folder = tmp_path_factory.mktemp("tiny")
-    save(llama(llama_config(vocab_size=VOCAB_SIZE, max_position_embeddings=256), seed=3), folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+from tests.tiny_tokenizer import VOCAB_SIZE
 
 
 @pytest.fixture

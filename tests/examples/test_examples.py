@@ -9,19 +9,9 @@ from pathlib import Path
 import pytest
 
 from phalanx import LLM
-from tests.models.tiny import llama, llama_config, save
-from tests.tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("generate", "stream", "async_llm", "own_scheduler")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(llama(llama_config(vocab_size=VOCAB_SIZE, max_position_embeddings=512), seed=3), folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -38,26 +28,26 @@ def test_every_example_is_here() -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(NAMES)
 
 
-def test_generate(run, tiny: Path) -> None:
-    text = run("generate", str(tiny))
+def test_generate(run, tiny_folder: Path) -> None:
+    text = run("generate", str(tiny_folder))
     assert "Who wrote Hamlet?\n  " in text and "Once upon a time" in text and text.count(": -") == 8
 
 
-def test_stream(run, tiny: Path) -> None:
-    text = run("stream", str(tiny))
+def test_stream(run, tiny_folder: Path) -> None:
+    text = run("stream", str(tiny_folder))
     assert text.endswith(("\n[length]\n", "\n[stop]\n"))
 
 
-def test_async_llm(run, tiny: Path) -> None:
-    assert "What is 5 plus 5?\n  " in run("async_llm", str(tiny))
+def test_async_llm(run, tiny_folder: Path) -> None:
+    assert "What is 5 plus 5?\n  " in run("async_llm", str(tiny_folder))
 
 
-def test_own_scheduler_answers_like_ours(run, tiny: Path) -> None:
+def test_own_scheduler_answers_like_ours(run, tiny_folder: Path) -> None:
     prompts = [[5, 6, 7, 8, 9], list(range(10, 80)), [11, 12], [30, 31, 32]]
-    with LLM(tiny, num_blocks=64) as llm:
+    with LLM(tiny_folder, num_blocks=64) as llm:
         outputs = llm.generate(prompts, max_tokens=8, ignore_eos=True)
     expected = [f"{place}: {output.outputs[0].token_ids}" for place, output in enumerate(outputs)]
-    assert sorted(run("own_scheduler", str(tiny)).splitlines()) == expected
+    assert sorted(run("own_scheduler", str(tiny_folder)).splitlines()) == expected
 
 
 @pytest.mark.slow
