@@ -371,6 +371,11 @@ def read_unknown(container: Base) -> None:
     _ = container.attn_norm
 
 
+def fail_in_a_property(container: Base) -> None:
+    del container.inference_model.device
+    _ = container.is_initialized
+
+
 MISUSE: list[tuple[Callable[[Base], None], type[Exception], str]] = [
     (unknown, ValueError, r"Base has no rule for 'norm\.wieght'; nearest: norm\.weight"),
     (too_late, ValueError, r"Base\.norm is finalised: 'norm\.weight' came too late or twice"),
@@ -381,6 +386,7 @@ MISUSE: list[tuple[Callable[[Base], None], type[Exception], str]] = [
     (inject_a_tensor, TypeError, r"Base\.norm takes an InferenceParameter or None, given .*Tensor"),
     (set_after_injection, ValueError, r"Base\.norm is finalised: 'norm\.weight' came too late or twice"),
     (read_unknown, AttributeError, r"Base has no parameter 'attn_norm'; it has norm, qkv"),
+    (fail_in_a_property, AttributeError, "has no attribute 'device'"),
 ]
 
 

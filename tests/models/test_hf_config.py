@@ -21,6 +21,7 @@ def test_it_reads_by_key_and_by_attribute() -> None:
     config = HFConfig(TINY)
     assert config["hidden_size"] == config.hidden_size == config.get("hidden_size") == 48
     assert config.get("no_such") is None and "no_such" not in config
+    assert getattr(config, "no_such", 3) == 3 and not hasattr(config, "no_such")
     assert set(config.given) == set(TINY) and len(config) > len(TINY)
 
 

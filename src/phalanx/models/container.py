@@ -65,6 +65,8 @@ class LayerContainer:
     _own_parameters: ClassVar[dict[str, type[ParameterBase]]] = {}
     _own_mapping: ClassVar[dict[str, tuple[str, ...]]] = {}
     _mapping: ClassVar[dict[str, tuple[str, ...]]] = {}
+    _exact: ClassVar[dict[str, Rule]] = {}
+    _wild: ClassVar[tuple[Rule, ...]] = ()
 
     inference_model: TransformerModel
 
@@ -74,6 +76,8 @@ class LayerContainer:
         cls._own_mapping = _declared_mapping(cls)
         cls.parameters, cls._mapping = _inherited(cls)
         cls.rules = _checked_rules(cls)
+        cls._exact = {rule.source: rule for rule in cls.rules if "*" not in rule.source}
+        cls._wild = tuple(rule for rule in cls.rules if "*" in rule.source)
 
     def __init__(self, model: TransformerModel) -> None:
         self.inference_model = model
@@ -82,8 +86,9 @@ class LayerContainer:
             setattr(self, name, kind(model, self, name))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
+        if name.startswith("_") or hasattr(type(self), name):
+            # A property of the class that failed: its own error says more.
+            return object.__getattribute__(self, name)
         raise AttributeError(
             f"{type(self).__name__} has no parameter {name!r}; it has {', '.join(self.parameters) or 'none'}"
         )
@@ -127,9 +132,10 @@ class LayerContainer:
         Raises:
             ValueError: several wildcard rules match it.
         """
-        matches = {rule.source: targets for rule in self.rules if (targets := rule.match(name))}
-        if name in matches:
-            return matches[name]
+        exact = self._exact.get(name)
+        if exact is not None:
+            return exact.targets
+        matches = {rule.source: targets for rule in self._wild if (targets := rule.match(name))}
         if len(matches) > 1:
             raise ValueError(
                 f"{type(self).__name__}: {name!r} is matched by {len(matches)} rules: {', '.join(matches)}; "

@@ -17,6 +17,10 @@ class ModelConfigError(ValueError):
     """A model config that is unreadable or asks for something that is not supported; the message names it."""
 
 
+class AbsentValueError(ModelConfigError, AttributeError):
+    """A value that a config does not have; also an AttributeError, so that ``getattr(config, name, default)`` works."""
+
+
 class HFConfig(Mapping[str, Any]):
     """The values of one model's config, with transformers' defaults for what the file leaves out.
 
@@ -59,7 +63,7 @@ class HFConfig(Mapping[str, Any]):
         try:
             return self._values[name]
         except KeyError:
-            raise ModelConfigError(f"the config of model_type {self['model_type']!r} has no `{name}`") from None
+            raise AbsentValueError(f"the config of model_type {self['model_type']!r} has no `{name}`") from None
 
     def integer(self, name: str) -> int:
         """A value that must be a whole number.
