@@ -97,6 +97,11 @@ class Unasked(LlamaLayer):
     PARAM_MAPPING = {"x": "q_norm.params"}
 
 
+class BiasedNorm(LlamaLayer):
+    attn_norm_bias: NormParameter
+    PARAM_MAPPING = {"x": "attn_norm_bias.params"}
+
+
 class UnaskedOuter(LlamaOuter):
     pos_emb: NormParameter
     PARAM_MAPPING = {"x": "pos_emb.params"}
@@ -115,6 +120,7 @@ class UnaskedOuter(LlamaOuter):
             LlamaOuter,
             r"Unasked has q_norm, .* or add it to `layer_parameters` where a step of your own reads it",
         ),
+        (BiasedNorm, LlamaOuter, r"BiasedNorm has attn_norm_bias, which"),  # an RMSNorm has none
         (LlamaLayer, UnaskedOuter, r"UnaskedOuter has pos_emb, .* or add it to `outer_parameters`"),
     ],
 )

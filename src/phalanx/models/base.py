@@ -188,13 +188,13 @@ class TransformerModel(Traits):
         self.outer = non_transformer
 
     def _check_read(self, container: LayerContainer, names: frozenset[str], trait: str) -> None:
-        read = names | {f"{name}_bias" for name in names}
+        read = names | {f"{name}_bias" for name in names if self.reads_bias(name)}
         unread = [name for name in container.parameters if name not in read]
         if unread:
             raise DeclarationError(
                 f"{type(container).__name__} has {', '.join(unread)}, which {type(self).__name__} never reads; it "
-                f"reads {', '.join(sorted(names))} and <name>_bias. Correct the name or the trait that makes it read, "
-                f"or add it to `{trait}` where a step of your own reads it"
+                f"reads {', '.join(sorted(read))}. Correct the name or the trait that makes it read, or add it to "
+                f"`{trait}` where a step of your own reads it"
             )
 
     # -- hooks: the KV cache

@@ -131,7 +131,7 @@ class Linear:
         sizes = split_sizes(blocks, placement.group)
         shape = (sum(sizes), *parts[0].shape[1:])
         out = torch.empty(shape, dtype=placement.dtype, device=placement.device)
-        for rows, part, block in zip(out.split(sizes), parts, blocks, strict=True):
+        for rows, part, block in zip(out.split_with_sizes(sizes), parts, blocks, strict=True):
             placement.cut_into(rows, part, Partition.column((block,)))
         return out
 
@@ -184,8 +184,10 @@ class Norm:
         self.placement = placement
         self.kind = kind
         self.eps = eps
-        self._norm = placement.op(kind)
-        self._add_norm = placement.op("add_rms_norm") if kind == "rms_norm" else None
+        self._norm: Callable[..., Tensor] = placement.op(kind)
+        self._add_norm: Callable[..., tuple[Tensor, Tensor]] | None = (
+            placement.op("add_rms_norm") if kind == "rms_norm" else None
+        )
 
     def transform(self, value: Any) -> InferenceParameter | None:
         return None if value is None else InferenceParameter(self.placement.cut(value, Partition.replicate()))
@@ -232,8 +234,8 @@ class Attention:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale, self.window, self.soft_cap = scale, window, soft_cap
         self.interleaved_rope = interleaved_rope
-        self._attention = placement.op("attention")
-        self._rope_write = placement.op("rope_write_kv")
+        self._attention: Callable[..., Tensor] = placement.op("attention")
+        self._rope_write: Callable[..., Tensor] = placement.op("rope_write_kv")
 
     def __call__(
         self,

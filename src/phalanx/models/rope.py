@@ -182,7 +182,7 @@ class RotaryEmbedding:
             lengths = rope_lens.clamp_min(settings.max_positions).to(torch.float32)
             stretch = factor * lengths / settings.max_positions - (factor - 1)
             base = settings.theta * stretch ** (dim / (dim - 2))
-            return 1.0 / (base[:, None] ** self._exponents)
+            return torch.reciprocal(base[:, None] ** self._exponents)
         return self._plain
 
     def cos_sin(self, positions: Tensor, rope_lens: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,7 +223,8 @@ def _yarn(inv_freq: Tensor, rope: RopeSettings) -> Tensor:
         last += 0.001
     steps = torch.arange(dim // 2, dtype=torch.float32, device=inv_freq.device)
     interpolated = ((steps - first) / (last - first)).clamp(0, 1)
-    return inv_freq / values["factor"] * interpolated + inv_freq * (1 - interpolated)
+    scaled: Tensor = inv_freq / values["factor"]
+    return scaled * interpolated + inv_freq * (1 - interpolated)
 
 
 def _yarn_attention_factor(values: Mapping[str, Any]) -> float:

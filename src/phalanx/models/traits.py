@@ -22,6 +22,9 @@ NORMS: dict[str, tuple[str, ...]] = {
 }
 """The norms of a layer, as parameter names of its container."""
 
+BIASED = ("qkv", "attn_out", "mlp_1", "mlp_2", "word_unembed")
+"""The linear layers: they may have a bias, and so do the norms if they are LayerNorms."""
+
 
 class Traits:
     """The traits of one model.
@@ -176,12 +179,16 @@ class Traits:
 
     @property
     def layer_parameters(self) -> frozenset[str]:
-        """The parameters of a layer that the forward reads, biases (``<name>_bias``) aside.
+        """The parameters of a layer that the forward reads, biases aside.
 
         A model whose own steps read others adds them: a container may not hold what nobody reads.
         """
         names = {*NORMS[self.norm_placement], "qkv", "attn_out", "mlp_1", "mlp_2"}
         return frozenset(names | ({"q_norm", "k_norm"} if self.qk_norm else set()))
+
+    def reads_bias(self, name: str) -> bool:
+        """Whether the forward also reads ``<name>_bias``, where a container has it."""
+        return name in BIASED or (name.endswith("norm") and self.norm_type == "layer_norm")
 
     @property
     def outer_parameters(self) -> frozenset[str]:
