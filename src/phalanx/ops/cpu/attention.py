@@ -44,7 +44,8 @@ def attention(
         *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
         window or 0, scale, soft_cap or 0.0, torch.get_num_threads(),
     )  # fmt: skip
-    kernels().attention(
+    native = kernels()
+    native.attention(
         sizes,
         q.data_ptr(),
         k_cache.data_ptr(),
@@ -54,6 +55,7 @@ def attention(
         seq_lens.data_ptr(),
         out.data_ptr(),
         q.dtype == torch.bfloat16,
+        native.amx,
     )
     return out
 

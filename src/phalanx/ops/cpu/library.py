@@ -25,7 +25,7 @@ _struct = ctypes.c_char_p
 SIGNATURES: dict[str, list[Any]] = {
     "phalanx_linear": [_pointer, *[_long] * 4, *[_pointer] * 3, *[_int] * 4],
     "phalanx_pack": [_pointer, *[_long] * 3, _pointer, _long, _int],
-    "phalanx_attention": [_struct, *[_pointer] * 7, _int],
+    "phalanx_attention": [_struct, *[_pointer] * 7, *[_int] * 2],
     "phalanx_rope_write_kv": [_struct, *[_pointer] * 9, _int],
     "phalanx_rms_norm": [_pointer, *[_long] * 3, *[_pointer] * 2, _double, *[_long] * 2, *[_pointer] * 2, *[_int] * 3],
     "phalanx_activate": [_pointer, *[_long] * 3, _int, *[_double] * 2, _pointer, *[_int] * 2],

@@ -7,6 +7,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -18,10 +21,13 @@ enum { W = 8 };
 #else
 enum { W = 4 };
 #endif
-typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));      // loads need no alignment
+// Loads and stores of vectors need no alignment.
+typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(2 * W), aligned(2), may_alias));
 
-// bfloat16 is the upper half of a float.
+// bfloat16 is the upper half of a float; a float is rounded to it to the nearest, ties to even.
 struct bf16 {
     uint16_t bits;
 };
@@ -36,32 +42,41 @@ INLINE void store(float* to, float x) { *to = x; }
 INLINE void store(bf16* to, float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;   // to the nearest, ties to even
-    to->bits = x != x ? 0x7fc0 : rounded;
+    to->bits = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+INLINE vec load(const float* from) { return *(const vec*)from; }
+INLINE vec load(const bf16* from) { return (vec)(__builtin_convertvector(*(const hvec*)from, uvec) << 16); }
+INLINE void store(float* to, vec x) { *(vec*)to = x; }
+INLINE void store(bf16* to, vec x) {
+    uvec bits = (uvec)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    *(hvec*)to = __builtin_convertvector(x != x ? uvec{} + 0x7fc0 : rounded, hvec);
 }
 
-// exp to 1 unit in the last place, without a branch so that loops over it vectorise; overflow gives inf, underflow
-// gives subnormals and 0, NaN stays NaN.
-INLINE float fast_exp(float x) {
-    x = x < -150.0f ? -150.0f : x;
-    x = x > 89.0f ? 89.0f : x;
+// exp to 1 unit in the last place; overflow gives inf, underflow gives subnormals and 0, NaN stays NaN.
+INLINE vec fast_exp(vec x) {
+    const vec low = vec{} - 150.0f, high = vec{} + 89.0f;
     const float magic = 12582912.0f;   // 1.5 * 2^23: adding it rounds to an integer
-    float n = (x * 1.44269504f + magic) - magic;
-    float r = x - n * 0.693359375f;    // ln 2 in two parts, the first short, so that n * part is exact
+#ifdef __AVX512F__
+    x = _mm512_min_ps(high, _mm512_max_ps(low, x));
+#else
+    x = x < low ? low : x;
+    x = x > high ? high : x;
+#endif
+    const vec n = (x * 1.44269504f + magic) - magic;
+    vec r = x - n * 0.693359375f;      // ln 2 in two parts, the first short, so that n * part is exact
     r = r - n * -2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    int32_t i = (int32_t)n, half = i >> 1;
-    int32_t a = (half + 127) << 23, b = (i - half + 127) << 23;   // 2^n in two factors: one alone may overflow
-    float fa, fb;
-    memcpy(&fa, &a, 4);
-    memcpy(&fb, &b, 4);
-    return p * fa * fb;
+    p = p * (r * r) + (r + 1.0f);
+#ifdef __AVX512F__
+    return _mm512_scalef_ps(p, n);
+#else
+    const ivec i = __builtin_convertvector(n, ivec), half = i >> 1;   // 2^n in two factors: one alone may overflow
+    return p * (vec)((half + 127) << 23) * (vec)((i - half + 127) << 23);
+#endif
 }
 
 // Memory of a thread that grows to the largest need and stays: a fresh large malloc would cost a page fault every 4 KiB

@@ -10,37 +10,36 @@
 
 enum { LANES = PANEL / W };   // vectors of a row of a panel
 
-// The kernel for machines without AMX: N rows of x times one panel -> sums [N][32].
-template <int N>
-INLINE void add_product(vec* sums, const float* x, long stride, const vec* w) {
-    for (int r = 0; r < N; r++)
-        for (int j = 0; j < LANES; j++) sums[r * LANES + j] += x[r * stride] * w[j];
-}
-template <int N>
-INLINE void add_steps(vec* sums, const float* x, long stride, long begin, long end, const float* w) {
-    for (long k = begin; k < end; k++) add_product<N>(sums, x + k, stride, (const vec*)(w + k * PANEL));
-}
-template <int N>
-INLINE void add_steps(vec* sums, const float* x, long stride, long begin, long end, const bf16* w) {
-    for (long k = begin; k < end; k += 2) {
-        const ivec* pairs = (const ivec*)(w + k * PANEL);
-        vec even[LANES], odd[LANES];
-        for (int j = 0; j < LANES; j++) {
-            even[j] = (vec)(pairs[j] << 16);
-            odd[j] = (vec)(pairs[j] & (int32_t)0xffff0000);
-        }
-        add_product<N>(sums, x + k, stride, even);
-        if (k + 1 < end) add_product<N>(sums, x + k + 1, stride, odd);
+// The kernel for machines without AMX: N rows of x times one panel -> sums [N][32]. Long sums are added up from runs of
+// 256: the rounding error of a run grows with its length.
+struct PanelRows {   // input features k and k + 1 of a panel as vectors
+    vec at[2][LANES];
+    PanelRows(const float* w, long k) {
+        for (int j = 0; j < LANES; j++) at[0][j] = load(w + k * PANEL + j * W), at[1][j] = load(w + (k + 1) * PANEL + j * W);
     }
-}
-// Long sums are added up from runs of 256: the rounding error of a run grows with its length.
+    PanelRows(const bf16* w, long k) {
+        for (int j = 0; j < LANES; j++) {
+            const ivec pairs = ((const ivec*)(w + k * PANEL))[j];
+            at[0][j] = (vec)(pairs << 16);
+            at[1][j] = (vec)(pairs & (int32_t)0xffff0000);
+        }
+    }
+};
 template <int N, class Wt>
 static void multiply_panel(const float* x, long stride, long in, const Wt* w, float* c) {
-    vec total[N * LANES] = {};
-    for (long k = 0; k < in; k += 256) {
-        vec sums[N * LANES] = {};
-        add_steps<N>(sums, x, stride, k, least(in, k + 256), w);
-        for (int i = 0; i < N * LANES; i++) total[i] += sums[i];
+    vec total[N][LANES] = {};
+    for (long k = 0; k < in;) {
+        vec sums[N][LANES] = {};
+        for (const long end = least(in, k + 256); k < end; k += 2) {
+            const PanelRows rows(w, k);
+            for (int r = 0; r < N; r++)
+                for (int j = 0; j < LANES; j++) sums[r][j] += x[r * stride + k] * rows.at[0][j];
+            if (k + 1 < end)
+                for (int r = 0; r < N; r++)
+                    for (int j = 0; j < LANES; j++) sums[r][j] += x[r * stride + k + 1] * rows.at[1][j];
+        }
+        for (int r = 0; r < N; r++)
+            for (int j = 0; j < LANES; j++) total[r][j] += sums[r][j];
     }
     memcpy(c, total, sizeof total);
 }

@@ -3,12 +3,13 @@
 #include "amx.h"
 #include "linear.h"
 
+#include <type_traits>
+
 #ifdef HAVE_AMX
 enum {
-    W_PART = PANEL * STEP_K,       // elements of one part of a step of a panel: two tiles side by side, rows of 64
     ROWS_BYTES = 5 << 18,          // x parts of a block of rows: they stay in the L2 cache while panels pass
     DEPTH = 768,                   // input features that are summed in tiles; longer sums are added up from such runs
-    AHEAD = 8192 / sizeof(float),  // prefetch distance; one line in four, the hardware brings its neighbours
+    AHEAD = 8192,                  // prefetch distance in bytes
 };
 
 // x rows as tiles, zero where there is nothing: [row tile][step][part][16][32].
@@ -43,75 +44,18 @@ INLINE void split_pair(const float* from, bf16* to) {
               [=](int part, __m512 even, __m512 odd) {
                   _mm512_store_si512(to + part * W_PART + 32 * h, join_pairs(even, odd));
               });
-    _mm_prefetch((const char*)(from + AHEAD), _MM_HINT_T1);
+    _mm_prefetch((const char*)from + AHEAD, _MM_HINT_T1);
 }
 INLINE void split_step(const float* from, bf16* to) {
     for (int i = 0; i < W_PART; i += 2 * PANEL) split_pair(from + i, to + i);
 }
 
-// Adds one step of 32 input features to the sums: the small products first. `between` runs after each tile product, so
-// that vector work overlaps with the tiles' (they have a unit of their own).
-template <int XP, int WP, bool TWO, class Between>
-INLINE void multiply_step(const bf16* x, long next_rows, const bf16* w, Between between) {
-    auto load_x = [=](int part) {
-        _tile_loadd(4, x + part * TILE, 64);
-        if (TWO) _tile_loadd(5, x + next_rows + part * TILE, 64);
-    };
-    auto load_w = [=](int part) {
-        _tile_loadd(6, w + part * W_PART, 128);
-        _tile_loadd(7, w + part * W_PART + 32, 128);
-    };
-    auto multiply = [&] {
-        _tile_dpbf16ps(0, 4, 6);
-        between();
-        _tile_dpbf16ps(1, 4, 7);
-        between();
-        if (!TWO) return;
-        _tile_dpbf16ps(2, 5, 6);
-        between();
-        _tile_dpbf16ps(3, 5, 7);
-        between();
-    };
-    load_w(0);
-    if (XP == 3) load_x(2), multiply(), load_x(1), multiply();
-    if (WP == 3) load_w(1), multiply(), load_x(0), multiply(), load_w(2), multiply(), load_w(0);
-    else load_x(0);
-    multiply();
-}
-
-// The sums of 32 rows by 32 columns, tiles 0..3 (these intrinsics are macros of one statement each).
-INLINE void clear_sums() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-}
-INLINE void store_tiles(float* c) {
-    _tile_stored(0, c, 128);
-    _tile_stored(1, c + 16, 128);
-    _tile_stored(2, c + 16 * PANEL, 128);
-    _tile_stored(3, c + 16 * PANEL + 16, 128);
-}
-INLINE void store_sums(float* c, bool add) {
-    if (!add) return store_tiles(c);
+INLINE void add_sums(float* c) {
     alignas(64) float more[32 * PANEL];
-    store_tiles(more);
+    store_sums(more, PANEL);
     for (int i = 0; i < 32 * PANEL; i++) c[i] += more[i];
 }
 
-// w holds parts already (a bf16 panel, or a split one).
-template <int XP, int WP, bool TWO>
-static void multiply_parts(const bf16* x, long next_rows, const bf16* w, long steps) {
-    for (long s = 0; s < steps; s++, x += XP * TILE, w += WP * W_PART)
-        multiply_step<XP, WP, TWO>(x, next_rows, w, [] {});
-}
-template <int XP, bool TWO>
-static void multiply_streaming(const bf16* x, long next_rows, const bf16* w, long steps) {
-    for (long s = 0; s < steps; s++, x += XP * TILE, w += W_PART) {
-        for (int line = 0; line < 8; line++) _mm_prefetch((const char*)(w + 2 * AHEAD + 128 * line), _MM_HINT_T1);
-        multiply_step<XP, 1, TWO>(x, next_rows, w, [] {});
-    }
-}
 // Splits an fp32 panel while it multiplies, a step ahead: step s of `from` goes to parts(s). parts(0) is there; the step
 // after the last is split from `after`.
 template <bool TWO, class Parts>
@@ -156,34 +100,28 @@ static void linear_amx(const Linear<X, Wt>& call) {
             for (long d = 0; d < steps; d += DEPTH / STEP_K) {
                 const long count = least(DEPTH / STEP_K, steps - d);
                 const Wt* w = call.panel(p) + d * W_PART;
+                const bool last = d + count == steps && p + 1 == call.panels();
+                auto parts = [=](long s) { return w_parts + (once ? (done + s) % 2 : s) * 3 * W_PART; };
                 for (long r = 0; r < rows; r += 32) {
                     const bf16* x = x_parts + r / 16 * row_tile + d * XP * TILE;
-                    const bool two = rows - r > 16;
+                    auto multiply = [&](auto two) {
+                        if constexpr (WP == 1)
+                            multiply_parts<XP, WP, two>(x, row_tile, w, count, r ? 0 : AHEAD / sizeof(bf16));
+                        else if (r)
+                            multiply_parts<XP, WP, two>(x, row_tile, w_parts, count);
+                        else
+                            multiply_splitting<two>(x, row_tile, w, once && !last ? w + count * W_PART : w, count, parts);
+                    };
+                    if constexpr (WP == 3)
+                        if (!r && !(once && expected == p)) split_step(w, parts(0));
                     clear_sums();
-                    if constexpr (WP == 1) {
-                        if (r == 0 && two) multiply_streaming<XP, true>(x, row_tile, w, count);
-                        else if (r == 0) multiply_streaming<XP, false>(x, row_tile, w, count);
-                        else if (two) multiply_parts<XP, 1, true>(x, row_tile, w, count);
-                        else multiply_parts<XP, 1, false>(x, row_tile, w, count);
-                    } else if (once) {
-                        auto parts = [=](long s) { return w_parts + (done + s) % 2 * 3 * W_PART; };
-                        if (expected != p) split_step(w, parts(0));
-                        const bool last = d + count == steps && p + 1 == call.panels();
-                        const float* after = last ? w : w + count * W_PART;
-                        if (two) multiply_splitting<true>(x, row_tile, w, after, count, parts);
-                        else multiply_splitting<false>(x, row_tile, w, after, count, parts);
-                        done += count, expected = d + count == steps ? p + 1 : p;
-                    } else if (r == 0) {
-                        auto parts = [=](long s) { return w_parts + s * 3 * W_PART; };
-                        split_step(w, parts(0));
-                        multiply_splitting<true>(x, row_tile, w, w, count, parts);
-                    } else {
-                        if (two) multiply_parts<3, 3, true>(x, row_tile, w_parts, count);
-                        else multiply_parts<3, 3, false>(x, row_tile, w_parts, count);
-                    }
-                    store_sums(sums + r * PANEL, d > 0);
+                    if (rows - r > 16) multiply(std::true_type());
+                    else multiply(std::false_type());
+                    if (d == 0) store_sums(sums + r * PANEL, PANEL);
+                    else add_sums(sums + r * PANEL);
                     if (d + count == steps) call.finish(sums + r * PANEL, p, first + r, least(32, rows - r));
                 }
+                done += count, expected = d + count == steps ? p + 1 : p;
             }
         }
     }

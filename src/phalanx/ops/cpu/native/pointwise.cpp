@@ -91,23 +91,24 @@ EXPORT void phalanx_rms_norm(const void* x, long outer_stride, long inner_stride
                  (float)eps, rows, size, (float*)sums, (float*)out, threads);
 }
 
-// x * sigmoid(x * (a + b x^2)) * up: silu, quick gelu, and the tanh form of gelu, since (1 + tanh u) / 2 = sigmoid(2 u).
-// x [rows, 2 size] = gate | up, rows of stride `stride`; or with gated = 0 no up, and x [rows, size].
+// x * sigmoid(x * (a + b x^2)): silu, quick gelu, and the tanh form of gelu, since (1 + tanh u) / 2 = sigmoid(2 u).
+INLINE vec activated(vec x, float a, float b) {
+    vec h = x < -1e4f ? vec{} - 1e4f : x;
+    h = h > 1e4f ? vec{} + 1e4f : h;   // 0 * inf shall not occur
+    return x / (1.0f + fast_exp(-h * (a + b * h * h)));
+}
+
+// x [rows, 2 size] = gate | up, rows of stride `stride` -> activated(gate) * up; or with gated = 0 no up, x [rows, size].
 template <class T>
 static void activate(const T* x, long stride, long rows, long size, int gated, float a, float b, T* out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long r = 0; r < rows; r++) {
         const T *gate = x + r * stride, *up = gate + size;
         T* to = out + r * size;
-        auto value = [=](long i) {
-            const float g = to_float(gate[i]);
-            const float low = g < -1e4f ? -1e4f : g, h = low > 1e4f ? 1e4f : low;   // 0 * inf shall not occur
-            return g / (1.0f + fast_exp(-h * (a + b * h * h)));
-        };
-        if (gated)
-            for (long i = 0; i < size; i++) store(to + i, value(i) * to_float(up[i]));
-        else
-            for (long i = 0; i < size; i++) store(to + i, value(i));
+        long i = 0;
+        for (; i + W <= size; i += W) store(to + i, activated(load(gate + i), a, b) * (gated ? load(up + i) : vec{} + 1.0f));
+        for (; i < size; i++)
+            store(to + i, activated(vec{} + to_float(gate[i]), a, b)[0] * (gated ? to_float(up[i]) : 1.0f));
     }
 }
 
