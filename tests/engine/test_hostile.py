@@ -223,3 +223,28 @@ def test_an_engine_that_fails_says_so_to_everybody(tiny_folder: Path) -> None:
         llm.close()
 
     asyncio.run(main())
+
+
+def test_a_closed_engine_says_so_and_keeps_no_memory(tiny_folder: Path) -> None:
+    import gc
+    import weakref
+
+    llm = LLM(tiny_folder, num_blocks=64)
+    storage = llm.engine.runner.storage
+    assert storage is not None
+    gc.disable()
+    try:
+        gone = [weakref.ref(storage.memory), weakref.ref(llm.engine.model.layers[0].mlp_2.data)]
+        del storage
+        llm.close()
+        llm.close()
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
+    for call in (lambda: llm.generate("hi"), lambda: llm.stream("hi"), llm.step, lambda: llm.add_request("hi")):
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            call()
+    engine = build_engine(tiny_folder, num_blocks=64)
+    engine.close()
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        engine.put([0], [[5]])

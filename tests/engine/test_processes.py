@@ -45,7 +45,7 @@ def test_started_ranks_answer_alike_and_a_killed_one_ends_the_engine(
     with pytest.raises(GroupError, match="rank 1 was killed by SIGKILL"):
         llm.generate(prompts, max_tokens=200, ignore_eos=True)
     assert time.monotonic() - started < 10
-    with pytest.raises(GroupError):
+    with pytest.raises(RuntimeError, match="this engine is closed"):
         llm.generate(prompts, max_tokens=2)
     llm.close()
     assert not is_alive(pid)

@@ -84,6 +84,7 @@ class InferenceEngine:
         # The longest sequence is one that the pool holds alone: that is what keeps admission live.
         self.max_model_len = min(self.max_model_len, self.kv.capacity)
         self.executor = Executor(self.runner, group, leading=group.rank == 0 and (scheduled or not team.spmd))
+        self.closed = False
         self._sequences: dict[int, Sequence] = {}
         self._slots = list(range(self.max_tracked_sequences - 1, -1, -1))
         self._step_id = 0
@@ -139,7 +140,9 @@ class InferenceEngine:
 
         Raises:
             SchedulingError: a limit would be broken. ValueError: bad input. Nothing is changed then.
+            RuntimeError: the engine was closed.
         """
+        self.check_open()
         names, texts = list(uids), [_as_ids(ids) for ids in tokens]
         self._check_input(names, texts, logits)
         result, detail = self._judge(names, [len(ids) for ids in texts])
@@ -175,12 +178,22 @@ class InferenceEngine:
 
     def serialize(self, folder: str | Path) -> None:
         """Writes the parameters of every rank into ``folder``, which ``build_engine`` reads without transforming."""
+        self.check_open()
         self.executor.serialize(Serialize(str(Path(folder).absolute()), self.policy_name))
 
     def close(self) -> None:
-        """Ends the engine and the ranks that it started."""
+        """Ends the engine and the ranks that it started, and lets its memory go. Closing twice is fine."""
+        if self.closed:
+            return
+        self.closed = True
         self.executor.close()
         self.team.close()
+        self.runner.release()
+
+    def check_open(self) -> None:
+        """Raises RuntimeError if the engine was closed."""
+        if self.closed:
+            raise RuntimeError("this engine is closed: build another one")
 
     def __enter__(self) -> InferenceEngine:
         return self

@@ -67,7 +67,6 @@ class LLM:
         self._maker = RequestMaker(self.engine, self.tokenizer, opened.eos_token_ids(), settings)
         self._groups: dict[str, RequestGroup] = {}
         self._names = itertools.count()
-        self._closed = False
         if self.max_model_len < self.engine.model.max_sequence_length:
             log.info(
                 "the context is %d tokens (the model's own: %d)",
@@ -158,8 +157,9 @@ class LLM:
         """Queues a prompt for ``step`` and returns its request id.
 
         Raises:
-            ValueError: a bad prompt or setting, or an id that is in use.
+            ValueError: a bad prompt or setting, or an id that is in use. RuntimeError: the engine was closed.
         """
+        self.engine.check_open()
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         if name in self._groups:
             raise ValueError(f"request id {name!r} is in use")
@@ -179,6 +179,7 @@ class LLM:
 
     def step(self) -> list[RequestGroup]:
         """Runs the engine once; returns the groups that got tokens or ended. Finished ones are forgotten."""
+        self.engine.check_open()
         touched = self.core.step()
         names = dict.fromkeys(request.request_id for request in touched)
         groups = [self._groups[name] for name in names if name in self._groups]
@@ -199,10 +200,8 @@ class LLM:
         return self.core.has_work
 
     def close(self) -> None:
-        """Ends the engine and the ranks that it started. Closing twice is fine."""
-        if not self._closed:
-            self._closed = True
-            self.engine.close()
+        """Ends the engine and the ranks that it started, and lets its memory go. Closing twice is fine."""
+        self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -271,6 +270,7 @@ class LLM:
 
     def _on_every_rank(self, call: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         """Runs a call on rank 0; the other ranks of a torchrun follow and get its result, or its error."""
+        self.engine.check_open()
         if not self._team.spmd:
             try:
                 return call()

@@ -66,6 +66,12 @@ class Runner:
         self.storage = KVStorage(self.model.kv_groups, num_blocks, self.block_size, self.device)
         self.model.set_kv_cache(self.storage.layers(self.model.num_layers))
 
+    def release(self) -> None:
+        """Lets go of tables, KV and parameters: what still refers to the engine does not keep its memory."""
+        self.storage = None
+        self.tokens, self.block_tables = self.tokens[:0].clone(), []
+        self.model.release()
+
     def launch(self, step: Step) -> StepResult:
         """One forward, and the sampling as a launch of its own behind it."""
         self._apply(step)

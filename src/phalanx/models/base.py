@@ -238,6 +238,10 @@ class TransformerModel(Traits):
         """The K and V cache of every layer, [num_blocks, block_size, kv heads, head_dim] each."""
         self._kv = list(caches)
 
+    def release(self) -> None:
+        """Lets go of parameters and caches; the model computes no more."""
+        self.layers, self.outer, self._kv = [], None, []
+
     # -- the forward
 
     def prepare_batch(self, batch: RaggedBatch) -> StepState:
