@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -167,3 +168,28 @@ def test_ranks(run, tiny_folder, answers):
 def test_a_real_answer(run):
     done = run("generate", "smollm2", "What is the capital of France?")
     assert (done.exit_code, done.stdout) == (0, "The capital of France is Paris.\n")
+
+
+def test_output_goes_where_it_is_told(run, tiny_folder, tmp_path):
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "device"
+    real.write_text("before")
+    link.symlink_to(real)
+    pipe.symlink_to("/dev/null")
+    for target in (link, pipe):
+        assert run("generate", tiny_folder, "a", "--output", target, "--max-tokens", 1, *ENGINE).exit_code == 0
+    assert link.is_symlink() and len(records(real.read_text())) == 1
+    assert not Path("/dev/null").is_file()
+    for bad in (tmp_path, tmp_path / "no" / "where"):
+        done = run("generate", tiny_folder, "a", "--output", bad, "--max-tokens", 1, *ENGINE)
+        assert done.exit_code == 2 and "--output" in done.stderr
+
+
+def test_no_line_can_end_the_others(run, tiny_folder, tmp_path):
+    good = b'{"prompt": "a", "max_tokens": 1}'
+    lines = [b"\xef\xbb\xbf" + good, b'{"prompt": "\\ud800"}', b"[" * 100000, b'{"prompt": "\xff"}', good]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    done = run("generate", tiny_folder, "--input", tmp_path / "in.jsonl", *ENGINE)
+    assert done.exit_code == 2
+    found = records(done.stdout)
+    assert [record["line"] for record in found] == [1, 2, 3, 4, 5]
+    assert ["error" in record for record in found] == [False, True, True, True, False]

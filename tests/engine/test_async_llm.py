@@ -76,3 +76,31 @@ def test_bad_requests_and_a_closed_engine(served: AsyncLLM) -> None:
             await served.generate([5])
 
     asyncio.run(main())
+
+
+def test_a_closed_event_loop_drops_its_own_request_only(served: AsyncLLM) -> None:
+    loop = asyncio.new_event_loop()
+
+    async def start() -> object:
+        stream = served.stream([5], max_tokens=100, ignore_eos=True)
+        await anext(stream)
+        return stream
+
+    stream = loop.run_until_complete(start())
+    loop.close()
+    assert len(asyncio.run(served.generate([5, 6], max_tokens=40, ignore_eos=True)).outputs[0].token_ids) == 40
+    del stream
+    served.close()
+
+
+def test_closing_tells_everybody(served: AsyncLLM) -> None:
+    async def main() -> None:
+        short = [asyncio.create_task(served.generate([5, k], max_tokens=2)) for k in range(6, 10)]
+        long = [asyncio.create_task(served.generate([6, k], max_tokens=100, ignore_eos=True)) for k in range(6, 10)]
+        await asyncio.sleep(0.01)
+        served.close()
+        done, waiting = await asyncio.wait([*short, *long], timeout=10)
+        assert not waiting
+        assert all(isinstance(task.exception(), EngineDead | None) for task in done)
+
+    asyncio.run(main())

@@ -15,7 +15,8 @@ from phalanx import LLM, AsyncLLM
 from phalanx.config import ConfigError, engine_config
 from phalanx.engine.build import build_engine
 from phalanx.models import ModelConfigError
-from tests.tiny_tokenizer import VOCAB_SIZE
+from tests.models.tiny import llama, llama_config
+from tests.tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -248,3 +249,73 @@ def test_a_closed_engine_says_so_and_keeps_no_memory(tiny_folder: Path) -> None:
     engine.close()
     with pytest.raises(RuntimeError, match="this engine is closed"):
         engine.put([0], [[5]])
+
+
+def test_ids_without_logits_never_come_and_end_nothing() -> None:
+    config = llama_config(vocab_size=200, max_position_embeddings=256, eos_token_id=400)
+    llm = LLM(llama(config), tokenizer=tiny_tokenizer(), num_blocks=64)
+    options = {"min_tokens": 2, "bad_words": ["hell"], "logprobs": 20, "prompt_logprobs": 20}
+    output = llm.generate([5, 6, 7], max_tokens=4, **options)[0]
+    assert len(output.outputs[0].token_ids) == 4
+    small = LLM(llama(llama_config(vocab_size=16)), num_blocks=64)
+    logprobs = small.generate([5, 6, 7], max_tokens=2, logprobs=20)[0].outputs[0].logprobs
+    assert logprobs is not None and len(logprobs[0]) == 16
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e-30, 1e-6])
+def test_a_temperature_near_0_gives_the_likeliest_tokens(make_llm: Callable[..., LLM], temperature: float) -> None:
+    llm = make_llm()
+    greedy = llm.generate([5, 6, 7], max_tokens=8)[0].outputs[0].token_ids
+    assert llm.generate([5, 6, 7], max_tokens=8, temperature=temperature, top_p=0.9)[0].outputs[0].token_ids == greedy
+
+
+def test_half_a_character_is_named(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    for call in (
+        lambda: llm.generate("\ud800"),
+        lambda: llm.generate("hi", bad_words=["\ud800"]),
+        lambda: llm.chat([{"role": "user", "content": "\ud800"}]),
+    ):
+        with pytest.raises(ValueError, match="half a character"):
+            call()
+
+
+@pytest.mark.parametrize("loop", ["plain", "async"])
+def test_a_step_that_is_broken_off_lets_nobody_wait(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, loop: str
+) -> None:
+    llm = make_llm(loop=loop)
+    stream = llm.stream([5, 6], max_tokens=30, ignore_eos=True)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.core.kv, "commit", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([7, 8], max_tokens=5)
+    last = list(stream)[-1]
+    assert last.finish_reason == "error" and last.error is not None and "KeyboardInterrupt" in last.error
+    llm.core.check_idle()
+    assert len(llm.generate([7, 8], max_tokens=5, ignore_eos=True)[0].outputs[0].token_ids) == 5
+
+
+def test_a_stream_that_nobody_reads_costs_nothing(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    llm.stream([5, 6])
+    assert not llm.has_work
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        llm.stream([10**6])
+
+
+def test_the_sequences_of_an_llm_are_its_own(make_llm: Callable[..., LLM]) -> None:
+    with pytest.raises(RuntimeError, match="belong to an LLM"):
+        make_llm().engine.put([0], [[5]])
+
+
+def test_an_end_tokens_text_is_part_of_the_answer_only_if_asked(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    free = llm.generate([5, 6, 7], max_tokens=6, ignore_eos=True)[0].outputs[0].token_ids
+    end = {"stop_token_ids": [free[3]], "max_tokens": 6, "ignore_eos": True}
+    first = free.index(free[3])
+    for include, count in ((False, first), (True, first + 1)):
+        output = llm.generate([5, 6, 7], include_stop=include, **end)[0].outputs[0]
+        assert output.token_ids == free[: first + 1]
+        assert output.text == llm.tokenizer.decode(free[:count])

@@ -105,3 +105,18 @@ def test_what_was_held_back_comes_at_the_end() -> None:
     assert stream.take() == "x"
     stream.close()
     assert stream.take() == "ab"
+
+
+def test_a_stop_text_that_began_before_the_least_number_of_tokens_counts() -> None:
+    ids = BYTES("i9 i9", add_special_tokens=False)["input_ids"]
+    assert streamed(TextStream(BYTE_LEVEL, ["i9"], min_tokens=1), ids)[0] == ""
+    assert streamed(TextStream(BYTE_LEVEL, ["i9"], min_tokens=2), ids)[0] == "i9 "
+
+
+def test_a_stop_text_of_a_single_byte_token_ends_at_once() -> None:
+    tokenizer = sentencepiece_like()
+    newline = tokenizer.convert_tokens_to_ids("<0x0A>")
+    stream = TextStream(Vocabulary(tokenizer), ["\n"])
+    assert stream.push(tokenizer.convert_tokens_to_ids("▁a")) is None
+    assert stream.push(newline) == "\n"
+    assert stream.text == "a"

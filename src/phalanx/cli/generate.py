@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,10 +66,11 @@ def generate(
         raise typer.BadParameter("log-probabilities are part of the JSON record: add --json")
     if input is None:
         check_sampling(defaults)
+    writer = _writer(output_file)
     with load(model, engine, output) as llm:
         templated = has_template(llm) if chat is None else chat
         if as_records:
-            with _writer(output_file) as write:
+            with writer as write:
                 code = _run_records(llm, jobs, defaults, templated, write)
         elif len(jobs) == 1 and defaults.get("n", 1) == 1:
             code = _stream(llm, jobs[0].prompt, defaults, templated)
@@ -82,9 +84,11 @@ def _jobs(prompts: list[str], input: str | None) -> list[Job]:
         raise typer.BadParameter("give prompts or --input, and not both")
     if input is None:
         return [Job(number, prompt) for number, prompt in enumerate(prompts, start=1)]
-    text = sys.stdin.read() if input == "-" else Path(input).read_text(encoding="utf-8")
+    if input == "-" and sys.stdin is None:
+        raise typer.BadParameter("--input - reads standard input, which is closed")
+    data = sys.stdin.buffer.read() if input == "-" else Path(input).read_bytes()
     # Not splitlines(), which also ends lines at characters that JSON texts may contain.
-    return list(read_jobs(text.split("\n")))
+    return list(read_jobs(data.removeprefix(codecs.BOM_UTF8).split(b"\n")))
 
 
 def _stream(llm: LLM, prompt: str, defaults: dict[str, Any], templated: bool) -> int:
@@ -139,14 +143,34 @@ def _run_records(
     return BAD_INPUT if refused else FAILED if failed else 0
 
 
-@contextmanager
-def _writer(path: str | None) -> Iterator[Callable[[Record], None]]:
-    """Writes records as JSON lines: to standard output, or aside and then renamed, so that a file is there whole or
-    not at all. What a run had written that failed stays as ``FILE.partial``."""
+def _writer(path: str | None) -> AbstractContextManager[Callable[[Record], None]]:
+    """Writes records as JSON lines: to standard output; into what is no regular file (a pipe, a device) as it comes; to
+    a file, or what a link points to, aside and then renamed, so that it is there whole or not at all. What a run had
+    written that failed stays as ``FILE.partial``.
+
+    Raises:
+        typer.BadParameter: at once, where nothing can be written there.
+    """
     if path is None or path == "-":
-        yield lambda found: typer.echo(json.dumps(found))
-        return
-    target = Path(path)
+        return nullcontext(lambda found: typer.echo(json.dumps(found)))
+    target = Path(path).resolve()
+    if target.is_dir() or not target.parent.is_dir():
+        raise typer.BadParameter(
+            f"--output {path}: {'it is a folder' if target.is_dir() else 'there is no such folder'}"
+        )
+    if target.exists() and not target.is_file():
+        return _write_into(target)
+    return _write_aside(target)
+
+
+@contextmanager
+def _write_into(target: Path) -> Iterator[Callable[[Record], None]]:
+    with target.open("w", encoding="utf-8") as file:
+        yield lambda found: print(json.dumps(found), file=file, flush=True)
+
+
+@contextmanager
+def _write_aside(target: Path) -> Iterator[Callable[[Record], None]]:
     aside = target.with_name(f"{target.name}.partial")
     with aside.open("w", encoding="utf-8") as file:
         yield lambda found: print(json.dumps(found), file=file)

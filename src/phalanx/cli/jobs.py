@@ -38,7 +38,7 @@ class Job:
         return isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], Mapping)
 
 
-def read_jobs(lines: Iterable[str]) -> Iterator[Job]:
+def read_jobs(lines: Iterable[str | bytes]) -> Iterator[Job]:
     """A job a line, empty lines skipped: ``{"prompt": text or ids}`` or ``{"messages": [...]}``, with an ``id`` and any
     field of SamplingParams. A line that is not one gives a job with an error."""
     for number, line in enumerate(lines, start=1):
@@ -56,7 +56,7 @@ def read_jobs(lines: Iterable[str]) -> Iterator[Job]:
                 raise ValueError("'messages' is a list of objects with 'role' and 'content'")
             settings = {name: value for name, value in values.items() if name not in (*SOURCES, "id")}
             yield Job(number, prompt, settings, values.get("id"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield Job(number, error=str(error))
 
 

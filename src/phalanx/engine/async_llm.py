@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from phalanx.engine.llm import LLM, Messages, Prompt
@@ -83,11 +83,11 @@ class AsyncLLM:
         done: Future[RequestOutput] = Future()
 
         def listen(group: RequestGroup | BaseException) -> None:
-            if done.cancelled():
+            if done.done():
                 return
             if isinstance(group, BaseException):
                 done.set_exception(EngineDead(f"the engine has ended: {group}"))
-            elif group.finished and not done.done():
+            elif group.finished:
                 done.set_result(group.output())
 
         setting = sampling_params(params, **overrides)
@@ -156,21 +156,27 @@ class AsyncLLM:
             while self._obey():
                 if self.llm.has_work:
                     for group in self.llm.step():
-                        listener = self._listeners.get(group.request_id)
-                        if listener is not None:
-                            listener(group)
+                        self._tell(group.request_id, group)
         except BaseException as error:
             fault = error
             self.llm.close()
         with self._gate:
             self._fault = fault
-        for listener in self._listeners.values():
-            listener(fault)
+        for name in list(self._listeners):
+            self._tell(name, fault)
         self._listeners.clear()
         while not self._orders.empty():
             order = self._orders.get()
             if order is not None:
                 order()
+
+    def _tell(self, name: str, what: Any) -> None:
+        """Tells a request's listener; one that cannot be told any more (its event loop is closed) is dropped."""
+        try:
+            if name in self._listeners:
+                self._listeners[name](what)
+        except (RuntimeError, InvalidStateError):
+            self._drop(name)
 
     def _obey(self) -> bool:
         """Does what the tasks have ordered; waits for an order while there is nothing to run. False at the end."""

@@ -11,6 +11,9 @@ from phalanx.engine.inference_engine import InferenceEngine
 from phalanx.engine.opened_model import OpenedModel
 from phalanx.engine.ranks import Team, assemble
 
+LOADING_TIMEOUT = 3600.0
+"""Seconds that a rank waits for the others to load."""
+
 
 def build_engine(
     model: Any,
@@ -61,4 +64,6 @@ def assemble_engine(
 def engine_of_rank(opened: OpenedModel, config: EngineConfig, team: Team, scheduled: bool) -> InferenceEngine:
     """The engine of one rank; every rank of the team builds its own at the same time."""
     model, policy_name = opened.build(config, team.group)
+    # Ranks may load at different speed; only what follows is held to the time of a collective.
+    team.group.barrier(timeout=LOADING_TIMEOUT)
     return InferenceEngine(model, team, policy_name, scheduled)

@@ -64,8 +64,26 @@ class EngineCore:
             self._finish(request, "abort")
 
     def step(self) -> list[Request]:
-        """Launches and reads once; returns the requests that got tokens or ended."""
-        return self._step_asynchronous() if self.asynchronous else self._step_plain()
+        """Launches and reads once; returns the requests that got tokens or ended.
+
+        An exception, an interrupt included, may leave a step half done: it ends everything that runs, and a group of
+        ranks with it, rather than let anybody wait for what will not come.
+        """
+        try:
+            return self._step_asynchronous() if self.asynchronous else self._step_plain()
+        except BaseException as error:
+            self._give_up(f"a step of the engine was broken off by {type(error).__name__}: {error}")
+            raise
+
+    def _give_up(self, reason: str) -> None:
+        group = self.engine.team.group
+        if group.size > 1:
+            group.abort(reason)
+        self._flight = None
+        self.kv.step_completed(self._step_id)
+        for request in list(self.scheduler.running):
+            request.error = reason
+            self._finish(request, "error")
 
     def _step_plain(self) -> list[Request]:
         flight = self._launch(drained=True)
@@ -142,12 +160,15 @@ class EngineCore:
 
     def _take(self, request: Request, token: int) -> None:
         if token < 0:
-            request.error = "the model's logits are not finite: its weights or this prompt overflow"
+            request.error = (
+                "no token can be drawn: the logits are not finite, by the model's weights, this prompt or its settings"
+            )
             self._finish(request, "error")
             return
         request.tokens.append(token)
         ends = token in request.stop_ids and request.num_generated > request.params.min_tokens
-        stop_text = self.on_token(request, token)
+        # An end token's own text belongs to the answer only where the request says so.
+        stop_text = self.on_token(request, token) if not ends or request.params.include_stop else None
         if ends:
             request.stop_reason = token
             self._finish(request, "stop")

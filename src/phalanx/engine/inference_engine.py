@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import operator
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -85,6 +86,7 @@ class InferenceEngine:
         self.max_model_len = min(self.max_model_len, self.kv.capacity)
         self.executor = Executor(self.runner, group, leading=group.rank == 0 and (scheduled or not team.spmd))
         self.closed = False
+        self.scheduled = scheduled
         self._sequences: dict[int, Sequence] = {}
         self._slots = list(range(self.max_tracked_sequences - 1, -1, -1))
         self._step_id = 0
@@ -103,6 +105,8 @@ class InferenceEngine:
 
     def query(self, uid: int, max_tokens: int, max_blocks: int) -> tuple[int, int]:
         """(tokens, blocks) that ``uid`` could add at most, within both limits; (0, 0) if it cannot be tracked."""
+        if max_tokens < 0 or max_blocks < 0:
+            raise ValueError(f"query({uid}, {max_tokens}, {max_blocks}): the limits must not be negative")
         sequence = self._sequences.get(uid)
         if sequence is None:
             if not self._slots:
@@ -143,6 +147,8 @@ class InferenceEngine:
             RuntimeError: the engine was closed.
         """
         self.check_open()
+        if self.scheduled:
+            raise RuntimeError("the sequences of this engine belong to an LLM: build one of your own with build_engine")
         names, texts = list(uids), [_as_ids(ids) for ids in tokens]
         self._check_input(names, texts, logits)
         result, detail = self._judge(names, [len(ids) for ids in texts])
@@ -207,6 +213,8 @@ class InferenceEngine:
         return Sequence(uid, [], 0, self.kv.new_blocks())
 
     def _judge(self, uids: list[int], lengths: list[int]) -> tuple[SchedulingResult, str]:
+        if any(length < 1 for length in lengths):
+            raise ValueError(f"lengths must be at least 1, given {lengths}")
         if len(uids) > self.max_num_seqs:
             return SchedulingResult.BatchSequenceLimitExceeded, f"{len(uids)} sequences, limit {self.max_num_seqs}"
         fresh = sum(uid not in self._sequences for uid in uids)
@@ -272,10 +280,15 @@ class InferenceEngine:
 
 def _as_ids(ids: Many[int] | Tensor) -> list[int]:
     if isinstance(ids, Tensor):
-        if ids.dim() != 1 or ids.is_floating_point():
+        if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"token ids must be a 1-D tensor of integers, given {ids.dtype} {tuple(ids.shape)}")
         return [int(value) for value in ids.tolist()]
-    return list(ids)
+    return [as_id(value) for value in ids]
+
+
+def as_id(value: Any) -> Any:
+    """An integer of any library as a plain one; anything else, bools included, as it is."""
+    return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
 
 def check_ids(ids: Many[int], vocab_size: int, whose: str) -> None:

@@ -141,8 +141,9 @@ class LLM:
                 "stream is not for ranks that the user started: use generate, or let LLM start the ranks"
             )
         setting = sampling_params(params, **overrides)
-        name = self.add_request(self.prompt_of(prompt, template_options), setting, cache_salt=cache_salt)
-        return self._chunks(name)
+        self.engine.check_open()
+        name = f"request-{next(self._names)}"
+        return self._chunks(self._maker.make(name, self.prompt_of(prompt, template_options), setting, cache_salt))
 
     # -- one step at a time
 
@@ -256,8 +257,9 @@ class LLM:
         for request in group.requests:
             self.core.add(request)
 
-    def _chunks(self, name: str) -> Iterator[Chunk]:
-        group = self._groups[name]
+    def _chunks(self, group: RequestGroup) -> Iterator[Chunk]:
+        # It starts with the first chunk that is asked for: an iterator that nobody uses costs nothing.
+        self._start(group)
         try:
             done = False
             while not done:
@@ -266,7 +268,7 @@ class LLM:
                 done = group.finished
                 yield from group.chunks()
         finally:
-            self.abort(name)
+            self.abort(group.request_id)
 
     def _on_every_rank(self, call: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         """Runs a call on rank 0; the other ranks of a torchrun follow and get its result, or its error."""
@@ -274,7 +276,7 @@ class LLM:
         if not self._team.spmd:
             try:
                 return call()
-            except RuntimeError:
+            except BaseException:
                 self._close_if_broken()
                 raise
         executor = self.engine.executor

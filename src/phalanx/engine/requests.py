@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from phalanx.config import EngineConfig
-from phalanx.engine.inference_engine import InferenceEngine, check_ids
+from phalanx.engine.inference_engine import InferenceEngine, as_id, check_ids
 from phalanx.engine.request_group import RequestGroup
 from phalanx.engine.sampling_params import SamplingParams
 from phalanx.engine.sequence import Request
@@ -29,7 +29,9 @@ class RequestMaker:
         self.engine = engine
         self.tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer) if tokenizer is not None else None
-        self.eos_ids = frozenset(eos_ids)
+        # Ids that the model has no logits for can never come.
+        vocab_size = engine.model.vocab_size
+        self.eos_ids = frozenset(value for value in eos_ids if 0 <= value < vocab_size)
         self._salt = config.cache_salt
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
         self._sequence_ids = itertools.count()
@@ -90,22 +92,27 @@ class RequestMaker:
         except Exception as error:
             # Whatever a template raises (jinja errors, its own raise_exception) is about these messages.
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text holds half a character, which cannot be encoded: {error}") from None
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give token ids, or pass tokenizer=")
-            ids = list(self.tokenizer(prompt)["input_ids"])
+            ids = self._encode(prompt, special=True)
             bos = self.tokenizer.bos_token_id
             # A text that begins with the BOS token and a tokenizer that adds it: one is enough.
             ids = ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
             if not ids:
                 raise ValueError("the prompt is empty: this model's tokenizer makes no token of it")
         elif isinstance(prompt, Sequence):
-            ids = [
-                int(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value for value in prompt
-            ]
+            ids = [as_id(value) for value in prompt]
         else:
             raise ValueError(f"a prompt is a text or a list of token ids, given a {type(prompt).__name__}")
         check_ids(ids, self.engine.model.vocab_size, "the prompt")
@@ -141,8 +148,9 @@ class RequestMaker:
         for word in words:
             # Tokenizers spell a word otherwise at the beginning of a text than behind a space.
             for text in (word, f" {word.lstrip()}"):
-                ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-                if ids and ids not in seen:
+                ids = tuple(self._encode(text, special=False))
+                possible = bool(ids) and max(ids) < self.engine.model.vocab_size
+                if possible and ids not in seen:
                     seen.add(ids)
                     yield ids
 

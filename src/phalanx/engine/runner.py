@@ -126,10 +126,10 @@ class Runner:
 
         Layers follow one another in the same memory, so one stands for all; the sampler sees the longest histories.
         """
-        self.tokens.zero_()
         each = min(max(num_tokens // num_seqs, 1), self.max_len)
         rest = min(num_tokens - each * (num_seqs - 1), self.max_len)
         counts = [each] * (num_seqs - 1) + [rest]
+        self.tokens[:, : max(counts)] = 0
         rows = [Row(slot, 0, count, LOGITS_LAST, True, 0, 0, []) for slot, count in enumerate(counts)]
         batch, logit_rows = self.build_batch(rows, [0] * sum(counts))
         logits = self.model.forward(batch, layers=range(min(1, self.model.num_layers)))

@@ -61,7 +61,8 @@ class TextStream:
         self._num_tokens = 0
         # Decoding looks back to `_window`: what a token adds may depend on the tokens before it (spaces, bytes).
         self._window = self._read = 0
-        self._search_from = 0
+        # Stop texts are looked for from `_search_from`, and must end behind `_floor`.
+        self._search_from = self._floor = 0
         self._taken = 0
         self.text = ""
         self.stopped: str | None = None
@@ -94,12 +95,15 @@ class TextStream:
         return piece
 
     def _advance(self) -> str | None:
-        if not self._ids or self._ids[-1] in self._vocabulary.byte_ids:
+        if not self._ids:
             return None
         before = self._decode(self._ids[self._window : self._read])
         now = self._decode(self._ids[self._window :])
         if now.endswith(REPLACEMENT) or len(now) <= len(before):
             # Bytes of a character that is not whole yet, or tokens without text.
+            return None
+        if self._ids[-1] in self._vocabulary.byte_ids and self._find(self.text + now[len(before) :]) is None:
+            # A later byte may change what this one is; unless the answer ends here.
             return None
         self._window, self._read = self._read, len(self._ids)
         return self._add(now[len(before) :])
@@ -107,17 +111,25 @@ class TextStream:
     def _add(self, piece: str) -> str | None:
         self.text += piece
         if self._num_tokens <= self._min_tokens:
-            self._search_from = len(self.text)
+            self._floor = len(self.text)
             return None
-        places = [(place, stop) for stop in self._stop if (place := self.text.find(stop, self._search_from)) >= 0]
-        if not places:
+        found = self._find(self.text)
+        if found is None:
             longest = max(map(len, self._stop), default=0)
             self._search_from = max(self._search_from, len(self.text) - longest + 1)
             return None
-        place, stop = min(places, key=lambda found: found[0])
+        place, stop = found
         self.text = self.text[: place + len(stop) * self._include_stop]
         self.stopped = stop
         return stop
+
+    def _find(self, text: str) -> tuple[int, str] | None:
+        """The first place of a stop text that counts, and which it is."""
+        if self._num_tokens <= self._min_tokens:
+            return None
+        starts = [(max(self._search_from, self._floor - len(stop) + 1, 0), stop) for stop in self._stop]
+        places = [(place, stop) for start, stop in starts if (place := text.find(stop, start)) >= 0]
+        return min(places, key=lambda found: found[0], default=None)
 
     def _held(self) -> int:
         """Characters at the end that may be the beginning of a stop text."""

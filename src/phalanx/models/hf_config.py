@@ -76,6 +76,13 @@ class HFConfig(Mapping[str, Any]):
             raise ModelConfigError(f"the config says {name}={value!r}: expected a whole number")
         return value
 
+    def boolean(self, name: str) -> bool:
+        """A value that must be true or false, false where it is absent or null; ModelConfigError for anything else."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ModelConfigError(f"the config says {name}={value!r}: expected true or false")
+        return bool(value)
+
     def number(self, name: str) -> float:
         """A value that must be a number; ModelConfigError for anything else."""
         value = getattr(self, name)

@@ -164,7 +164,7 @@ class Traits:
     @property
     def tied_head(self) -> bool:
         """The head is the embedding table, whatever head the checkpoint stores."""
-        return bool(self.config.get("tie_word_embeddings", False))
+        return self.config.boolean("tie_word_embeddings")
 
     @property
     def logit_soft_cap(self) -> float | None:

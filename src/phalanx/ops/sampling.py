@@ -115,7 +115,8 @@ def sample(logits: Tensor, draw: Draw | None) -> Tensor:
 
 def draw_tokens(logits: Tensor, draw: Draw) -> Tensor:
     """One token for each of the D rows, by inverting its distribution at ``uniform``. float32 [D, V] -> int64 [D]."""
-    scaled = logits / draw.temperature[:, None]
+    # From the top down: a temperature near 0 then gives the likeliest token, not infinities on both sides.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / draw.temperature[:, None]
     if not draw.filtered:
         return invert(scaled.softmax(-1), draw.uniform)
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
@@ -153,7 +154,7 @@ def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Te
     likeliest (int64 and float32 [R, count])."""
     logprobs = logits.log_softmax(-1)
     mine = logprobs.gather(1, chosen.clamp_min(0)[:, None])[:, 0]
-    values, ids = logprobs.topk(count, dim=-1)
+    values, ids = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
     return mine, ids, values
 
 

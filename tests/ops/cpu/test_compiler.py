@@ -86,7 +86,8 @@ def test_several_compile_at_once(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         paths = set(pool.map(lambda _: compiler.compiled_library(tmp_path / "cache"), range(4)))
     assert len(paths) == 1
-    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [paths.pop().name]
+    path = paths.pop()
+    assert sorted((tmp_path / "cache").iterdir()) == [path.with_suffix(".sha256"), path]
 
 
 @needs_compiler
@@ -95,3 +96,11 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     path = compiler.compiled_library(tmp_path / "file" / "cache")
     assert path.exists() and Path(path).parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_library_that_is_not_whole_is_compiled_again(tmp_path):
+    path = compiler.compiled_library(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20000])
+    assert compiler.compiled_library(tmp_path) == path
+    assert len(path.read_bytes()) == len(whole)

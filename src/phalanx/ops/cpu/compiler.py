@@ -44,9 +44,21 @@ def compiled_library(cache: Path | None = None) -> Path:
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     command = [compiler, *FLAGS, native]
     path = _folder(cache) / f"{_key(command)}.so"
-    if not path.exists():
+    if not _is_whole(path):
         _compile(command, path)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the library is there as it was compiled: loading half of one would end the process."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() == _checksum(path).read_text()
+    except OSError:
+        return False
+
+
+def _checksum(library: Path) -> Path:
+    return library.with_suffix(".sha256")
 
 
 def _key(command: list[str]) -> str:
@@ -84,7 +96,10 @@ def _compile(command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         aside = Path(folder) / path.name
         _run([*command, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(aside)])
+        note = _checksum(aside)
+        note.write_text(hashlib.sha256(aside.read_bytes()).hexdigest())
         os.replace(aside, path)
+        os.replace(note, _checksum(path))
 
 
 def _run(command: list[str]) -> str:
