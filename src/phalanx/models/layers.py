@@ -15,12 +15,9 @@ from torch import Tensor
 from phalanx.distributed.group import Group
 from phalanx.layout.partition import Block, Partition, local_shape, shard_into
 from phalanx.models.parameter import InferenceParameter
-from phalanx.ops import activation, attention, norm, registry, rope
+from phalanx.ops import registry
 from phalanx.ops.batch import RaggedBatch
 from phalanx.ops.linear import PreparedWeight, embedding_lookup, linear, prepare_linear
-
-# Importing them registers their implementations.
-REGISTERED = (activation, attention, norm, rope)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What a checkpoint's tensors may be; anything else would need its scales."""

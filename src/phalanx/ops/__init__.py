@@ -1,3 +1,9 @@
 """What a forward computes: plain functions over tensors, each with a PyTorch reference and faster back ends."""
 
-from phalanx.ops import cpu as cpu  # registers its implementations
+# Importing them registers their implementations.
+from phalanx.ops import activation as activation
+from phalanx.ops import attention as attention
+from phalanx.ops import cpu as cpu
+from phalanx.ops import linear as linear
+from phalanx.ops import norm as norm
+from phalanx.ops import rope as rope
