@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -30,6 +31,11 @@ class PreparedWeight:
     in_features: int
     dtype: torch.dtype
     aux: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def backend(self) -> LinearBackend:
+        """The back end of this layout. ValueError where it cannot run."""
+        return registry.select("linear", device=self.data.device, dtype=self.dtype, forced=self.layout)
 
 
 class LinearBackend(Protocol):
@@ -57,21 +63,17 @@ def prepare_linear(weight: Tensor, *, forced: str | None = None) -> PreparedWeig
 
 def linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`; x `[..., in]` of the weight's dtype, bias `[out]` -> `[..., out]`, contiguous."""
-    return _backend(weight).apply(x, weight, bias)
+    return weight.backend.apply(x, weight, bias)
 
 
 def embedding_lookup(weight: PreparedWeight, ids: Tensor) -> Tensor:
     """Rows of a prepared weight, exactly, so that a tied head needs no second copy: ids `[...]` -> `[..., in]`."""
-    return _backend(weight).lookup(weight, ids)
+    return weight.backend.lookup(weight, ids)
 
 
 def restore_weight(weight: PreparedWeight) -> Tensor:
     """The original weight `[out, in]`, exactly."""
-    return _backend(weight).restore(weight)
-
-
-def _backend(weight: PreparedWeight) -> LinearBackend:
-    return registry.select("linear", device=weight.data.device, dtype=weight.dtype, forced=weight.layout)
+    return weight.backend.restore(weight)
 
 
 class PlainLinear:

@@ -101,11 +101,14 @@ def test_attention_equals_reference(sizes, kv_heads, group, dim, block_size, win
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def test_a_row_does_not_depend_on_its_batch():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("group", "dim"), [(3, 64), (1, 24), (8, 80)])
+def test_a_row_does_not_depend_on_its_batch(dtype, window, group, dim):
     """Chunked or whole, alone or beside others, on one thread or two: bit-equal."""
-    whole = make_case([(150, 0), (9, 70)], 2, 3, 64, 16, seed=3)
-    wanted = whole.run(native("attention"))
-    for begin, end in ((0, 1), (1, 64), (64, 149), (149, 150)):
+    whole = make_case([(150, 0), (9, 70)], 2, group, dim, 16, window, dtype, seed=3)
+    wanted = whole.run(native("attention", dtype))
+    for begin, end in ((0, 1), (1, 64), (60, 90), (64, 149), (149, 150)):
         part = Case(
             whole.q[begin:end],
             whole.k_cache,
@@ -113,16 +116,49 @@ def test_a_row_does_not_depend_on_its_batch():
             whole.block_table[:1],
             torch.tensor([0, end - begin], dtype=torch.int32),
             torch.tensor([end], dtype=torch.int32),
-            None,
+            window,
             [(end - begin, begin)],
         )
-        assert torch.equal(part.run(native("attention")), wanted[begin:end])
+        assert torch.equal(part.run(native("attention", dtype)), wanted[begin:end])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert torch.equal(whole.run(native("attention")), wanted)
+        assert torch.equal(whole.run(native("attention", dtype)), wanted)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_nothing_leaks_between_calls():
+    """What one call left in the kernels' own memory, NaN included, is not in the next one's result."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for dim in (64, 24):
+            case = make_case([(40, 30), (1, 5)], 2, 2, dim, 16, dtype=dtype)
+            wanted = case.run(native("attention", dtype))
+            poison = make_case([(40, 100)], 2, 2, dim, 16, dtype=dtype)
+            poison.q = torch.full_like(poison.q, float("nan"))
+            poison.k_cache.fill_(float("nan"))
+            poison.v_cache.fill_(float("nan"))
+            assert poison.run(native("attention", dtype)).isnan().all()
+            assert torch.equal(case.run(native("attention", dtype)), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_of_the_result_is_written_and_nothing_else(dtype, monkeypatch):
+    case = make_case([(5, 9), (0, 3), (1, 70)], 2, 3, 24, 4, dtype=dtype, padding=2)
+    guarded = []
+
+    def guarded_empty(*shape, dtype):
+        size = torch.Size(shape).numel()
+        guarded.append(torch.full((size + 64,), float("nan"), dtype=dtype))
+        return guarded[-1][32 : 32 + size].view(shape)
+
+    function = native("attention", dtype)
+    wanted = case.run(reference_attention)
+    monkeypatch.setattr(torch, "empty", guarded_empty)
+    found = case.run(function)
+    monkeypatch.undo()
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert guarded[0][:32].isnan().all() and guarded[0][-32:].isnan().all()
 
 
 def test_large_scores_stay_finite():

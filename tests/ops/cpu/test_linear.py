@@ -121,6 +121,21 @@ def test_a_saved_weight_may_lie_anywhere():
     assert torch.equal(linear(x, PreparedWeight(moved, "panels", 64, 64, torch.float32)), linear(x, prepared))
 
 
+@pytest.mark.usefixtures("unit")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "out_features"), [(1, 33), (37, 70), (5, 64)])
+def test_all_of_the_result_is_written_and_nothing_else(dtype, rows, out_features, monkeypatch):
+    x, weight, bias = make(rows, 40, out_features, dtype)
+    prepared = prepare_linear(weight)
+    wanted = linear(x, prepared, bias)
+    buffer = torch.full((rows * out_features + 64,), float("nan"), dtype=dtype)
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype: buffer[32:-32].view(shape))
+    found = linear(x, prepared, bias)
+    monkeypatch.undo()
+    assert torch.equal(found, wanted)
+    assert buffer[:32].isnan().all() and buffer[-32:].isnan().all()
+
+
 def test_refusals():
     prepared = prepare_linear(torch.randn(4, 8))
     with pytest.raises(ValueError, match=r"takes \[..., 8\]"):

@@ -85,7 +85,7 @@ def rope_write_kv(
             raise ValueError(
                 f"rope of heads of {dim}: cos and sin must be [{tokens}, at most {dim // 2}], got {tuple(cos.shape)}"
             )
-        cos, sin = cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
+        cos, sin = _dense(cos.to(torch.float32)), _dense(sin.to(torch.float32))
     if slot_mapping.dtype != torch.int64 or not slot_mapping.is_contiguous():
         slot_mapping = slot_mapping.to(torch.int64).contiguous()
     q, k, v = _dense(q), _dense(k), _dense(v)

@@ -7,6 +7,8 @@ checkpoints are) is held in bf16: half the memory and half the reads, the same r
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,35 +42,40 @@ class PanelLinear:
         return PreparedWeight(data, "panels", out_features, in_features, weight.dtype)
 
     def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
-        if x.shape[-1] != weight.in_features or x.dtype != weight.dtype:
+        rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        count, in_features = rows.shape
+        if in_features != weight.in_features or x.dtype != weight.dtype:
             raise ValueError(
                 f"linear: the weight takes [..., {weight.in_features}] of {weight.dtype}; "
                 f"x is {tuple(x.shape)} of {x.dtype}"
             )
         if bias is not None:
             bias = _checked_bias(bias, weight)
-        out = torch.empty(*x.shape[:-1], weight.out_features, dtype=x.dtype)
-        if out.numel() == 0 or weight.in_features == 0:
-            return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-        rows = x if x.dim() == 2 else x.reshape(-1, weight.in_features)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        native = kernels()
-        native.linear(
-            rows.data_ptr(),
-            rows.stride(0),
-            rows.shape[0],
-            weight.in_features,
-            weight.out_features,
-            weight.data.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            x.dtype == torch.bfloat16,
-            weight.data.dtype == torch.bfloat16,
-            native.amx,
-            torch.get_num_threads(),
-        )
-        return out
+        out_features = weight.out_features
+        out = torch.empty(count, out_features, dtype=x.dtype)
+        if count and out_features and in_features:
+            if rows.stride(1) != 1:
+                rows = rows.contiguous()
+            data, native = weight.data, kernels()
+            native.linear(
+                rows.data_ptr(),
+                rows.stride(0),
+                count,
+                in_features,
+                out_features,
+                data.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                x.dtype is torch.bfloat16,
+                data.dtype is torch.bfloat16,
+                native.amx,
+                torch.get_num_threads(),
+            )
+        elif bias is not None:
+            out.copy_(bias.expand_as(out))
+        else:
+            out.zero_()
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out_features)
 
     def lookup(self, weight: PreparedWeight, ids: Tensor) -> Tensor:
         rows = weight.data[ids // PANEL, :, ids % PANEL]
