@@ -64,13 +64,13 @@ def _checksum(library: Path) -> Path:
 def _key(command: list[str]) -> str:
     """A name for all that the library depends on."""
     version = _run([command[0], "--version"])
-    content = hashlib.sha256("\0".join([*command, version, _processor()]).encode())
+    content = hashlib.sha256("\0".join([*command, version, processor()]).encode())
     for source in sorted(SOURCES.iterdir()):
         content.update(source.name.encode() + b"\0" + source.read_bytes())
     return content.hexdigest()[:32]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What -march=native looks at: the model and features of the first core."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()

@@ -48,6 +48,10 @@ INLINE vec load(const float* from) { return *(const vec*)from; }
 INLINE vec load(const bf16* from) { return (vec)(__builtin_convertvector(*(const hvec*)from, uvec) << 16); }
 INLINE void store(float* to, vec x) { *(vec*)to = x; }
 INLINE void store(bf16* to, vec x) {
+#ifdef __AVX512BF16__
+    *(hvec*)to = (hvec)_mm512_cvtneps_pbh(x);
+    return;
+#endif
     uvec bits = (uvec)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     *(hvec*)to = __builtin_convertvector(x != x ? uvec{} + 0x7fc0 : rounded, hvec);
 }

@@ -19,15 +19,15 @@ struct Linear {
 
     // sums [count][32], fp32, are rows first.. of columns of panel p: add the bias, convert, write.
     void finish(const float* sums, long p, long first, long count) const {
-        long columns = least(PANEL, out - p * PANEL);
+        const long columns = least(PANEL, out - p * PANEL);
         float shift[PANEL] = {};
         for (long j = 0; bias && j < columns; j++) shift[j] = to_float(bias[p * PANEL + j]);
-        for (long r = 0; r < count; r++) {
-            X* to = y + (first + r) * out + p * PANEL;
-            if (columns == PANEL)
-                for (long j = 0; j < PANEL; j++) store(to + j, sums[r * PANEL + j] + shift[j]);
-            else
-                for (long j = 0; j < columns; j++) store(to + j, sums[r * PANEL + j] + shift[j]);
+        X* to = y + first * out + p * PANEL;
+        for (long r = 0; r < count; r++, to += out, sums += PANEL) {
+            X row[PANEL];
+            X* const whole = columns == PANEL ? to : row;
+            for (long j = 0; j < PANEL; j += W) store(whole + j, load(sums + j) + load(shift + j));
+            if (whole == row) memcpy((void*)to, row, columns * sizeof(X));
         }
     }
 };
