@@ -56,6 +56,15 @@ def test_a_message_that_does_not_fit_is_told_and_forgotten(run, tiny_folder, llm
     assert "the limit is" in lines[1]["error"]["message"] and "content" in lines[2]
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as at a prompt: a test run in the background may have inherited that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_stops_the_answer_and_keeps_what_there_is(llm):
     conversation = Conversation(llm, {"max_tokens": 50, "ignore_eos": True})
     pieces = []
@@ -73,6 +82,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_there_is(llm):
     assert conversation.say("go on", lambda piece: None, lambda: False)["finish_reason"] == "length"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_by_where_it_comes(monkeypatch):
     def interrupt_then(*values):
         lines = iter(values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -199,6 +200,16 @@ class LLM:
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
         return self.core.has_work
+
+    def serialize(self, folder: str | Path) -> None:
+        """Writes the engine as it is served, and the tokenizer beside it: ``LLM(folder)`` reads both again.
+
+        Raises:
+            RuntimeError: the engine was closed.
+        """
+        self.engine.serialize(folder)
+        if self.tokenizer is not None and self._team.group.rank == 0:
+            self.tokenizer.save_pretrained(str(folder))
 
     def close(self) -> None:
         """Ends the engine and the ranks that it started, and lets its memory go. Closing twice is fine."""

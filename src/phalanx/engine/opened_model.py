@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,10 @@ def locate(model: str) -> Path | None:
         return path
     if model == EMBEDDED:
         return pull_smollm2()
-    if is_hub_id(model):
+    if "/" in model and is_hub_id(model):
         return snapshot(model, None)
-    raise ModelConfigError(f"{model!r} is neither a folder, a file, {EMBEDDED!r} nor a hub id (owner/name)")
+    hint = f"; did you mean {EMBEDDED!r}?" if get_close_matches(model, [EMBEDDED]) else ""
+    raise ModelConfigError(f"{model!r} is neither a folder, a file, {EMBEDDED!r} nor a hub id (owner/name){hint}")
 
 
 def load_policies(config: EngineConfig) -> None:
