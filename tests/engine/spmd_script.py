@@ -18,6 +18,12 @@ def main(folder: str, out: str) -> None:
             error = ""
         except (ValueError, RuntimeError) as caught:
             error = str(caught)
+        llm.serialize(Path(out, "served"))
+        try:
+            llm.add_request("hello")
+            refused = ""
+        except RuntimeError as caught:
+            refused = str(caught)
         again = llm.generate("hello", max_tokens=3, temperature=1.0)
     with build_engine(folder, tensor_parallel_size=2, num_blocks=64, block_size=4) as engine:
         logits = [engine.put([1], [[5, 6, 7]])[0].tolist(), engine.put([1], [[8]])[0].tolist()]
@@ -26,6 +32,7 @@ def main(folder: str, out: str) -> None:
         "drawn": again[0].outputs[0].token_ids,
         "error": error,
         "logits": logits,
+        "refused": refused,
     }
     Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 

@@ -93,5 +93,8 @@ def test_under_torchrun_every_rank_gets_rank_0s_results(tiny_folder: Path, tmp_p
     assert "outside the vocabulary" in ranks[0]["error"] and "outside the vocabulary" in ranks[1]["error"]
     assert ranks[0]["tokens"] == ranks[1]["tokens"] and ranks[0]["drawn"] == ranks[1]["drawn"]
     assert ranks[0]["logits"] == ranks[1]["logits"]
+    assert "use generate or chat" in ranks[0]["refused"] and ranks[0]["refused"] == ranks[1]["refused"]
+    served = {path.name for path in (tmp_path / "served").iterdir()}
+    assert {"rank_0_of_2.safetensors", "rank_1_of_2.safetensors", "phalanx.json", "tokenizer.json"} <= served
     alone = LLM(tiny_folder, num_blocks=64, block_size=4).generate([[5, 6, 7], [8, 9]], max_tokens=6, ignore_eos=True)
     assert ranks[0]["tokens"] == [output.outputs[0].token_ids for output in alone]

@@ -16,13 +16,15 @@ class Executor:
     Args:
         runner: this rank's.
         group: the tensor-parallel group.
-        leading: the other ranks follow this one's messages. Else each makes the same calls by itself.
+        leading: the other ranks follow this one's steps. Else each launches the same ones by itself.
+        spmd: every rank is told by its user to serialise and to close.
     """
 
-    def __init__(self, runner: Runner, group: Group, leading: bool) -> None:
+    def __init__(self, runner: Runner, group: Group, leading: bool, spmd: bool) -> None:
         self.runner = runner
         self.group = group
         self.leading = leading and group.size > 1
+        self.spmd = spmd
 
     def launch(self, step: Step) -> StepResult:
         """Starts a step on every rank; the result is still on the device."""
@@ -30,8 +32,9 @@ class Executor:
         return self.runner.launch(step)
 
     def serialize(self, order: Serialize) -> None:
-        """Every rank writes its parameters; returns when all have."""
-        self.send(order)
+        """Writes this rank's parameters and has the ranks that only follow write theirs; returns when all have."""
+        if not self.spmd:
+            self.send(order)
         self._serialize(order)
 
     def send(self, message: Message) -> None:
@@ -57,8 +60,8 @@ class Executor:
                 return message
 
     def close(self) -> None:
-        """Ends the followers and the group."""
-        if self.leading:
+        """Ends the group, and the ranks that only follow."""
+        if not self.spmd:
             # A rank that is gone needs no goodbye.
             with suppress(RuntimeError):
                 self.send(Close())

@@ -84,7 +84,8 @@ class InferenceEngine:
         self.kv = KVManager(model, self.num_blocks, config.prefix_cache, regime)
         # The longest sequence is one that the pool holds alone: that is what keeps admission live.
         self.max_model_len = min(self.max_model_len, self.kv.capacity)
-        self.executor = Executor(self.runner, group, leading=group.rank == 0 and (scheduled or not team.spmd))
+        leading = group.rank == 0 and (scheduled or not team.spmd)
+        self.executor = Executor(self.runner, group, leading, team.spmd)
         self.closed = False
         self.scheduled = scheduled
         self._sequences: dict[int, Sequence] = {}

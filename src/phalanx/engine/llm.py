@@ -137,10 +137,7 @@ class LLM:
         Raises:
             ValueError: a bad prompt or setting, at the call. RuntimeError: under torchrun (use ``generate``).
         """
-        if self._team.spmd:
-            raise RuntimeError(
-                "stream is not for ranks that the user started: use generate, or let LLM start the ranks"
-            )
+        self._check_alone()
         setting = sampling_params(params, **overrides)
         self.engine.check_open()
         name = f"request-{next(self._names)}"
@@ -159,9 +156,11 @@ class LLM:
         """Queues a prompt for ``step`` and returns its request id.
 
         Raises:
-            ValueError: a bad prompt or setting, or an id that is in use. RuntimeError: the engine was closed.
+            ValueError: a bad prompt or setting, or an id that is in use. RuntimeError: the engine was closed, or this
+                is one of several ranks that the user started (use ``generate``).
         """
         self.engine.check_open()
+        self._check_alone()
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         if name in self._groups:
             raise ValueError(f"request id {name!r} is in use")
@@ -303,6 +302,14 @@ class LLM:
             raise
         executor.send(Return(msgspec.msgpack.encode(result)))
         return result
+
+    def _check_alone(self) -> None:
+        """Single steps are rank 0's to make: where the user started all ranks, the others could not follow them."""
+        if self._team.spmd:
+            raise RuntimeError(
+                "single requests and streams are not for ranks that the user started: use generate or chat, or let LLM "
+                "start the ranks"
+            )
 
     def _close_if_broken(self) -> None:
         """A group that has failed cannot go on: its processes are ended."""

@@ -16,7 +16,7 @@ from phalanx.config import ConfigError, EngineConfig
 from phalanx.distributed.group import Group
 from phalanx.models.base import TransformerModel
 from phalanx.models.hf_config import HFConfig, ModelConfigError, read_config, token_ids
-from phalanx.models.policy import POLICIES, InferencePolicy, policy_for
+from phalanx.models.policy import POLICIES, policy_for
 from phalanx.models.serialized import is_serialized, read_manifest
 from phalanx.weights import WeightSource, open_source
 from phalanx.weights.dummy import DummySource
@@ -149,9 +149,3 @@ def load_policies(config: EngineConfig) -> None:
             importlib.import_module(name)
         except ImportError as error:
             raise ConfigError(f"plugins: {name!r} cannot be imported: {error}") from error
-
-
-def known_policies() -> dict[str, type[InferencePolicy]]:
-    """All policies by model type, the built-in families included."""
-    phalanx.models.load_families()
-    return dict(POLICIES)

@@ -121,7 +121,8 @@ class Scheduler:
             if fits < left or not self.kv.allocate(request, count):
                 self.kv.free(request)
                 return
-            request.cached_tokens = max(request.cached_tokens, request.num_computed)
+            if request.preemptions == 0:
+                request.cached_tokens = request.num_computed
             self.waiting.remove(request)
             self._start(request)
             step[request] = count

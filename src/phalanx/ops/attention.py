@@ -73,10 +73,45 @@ def reference_attention(
     max_query_len: int,
     max_seq_len: int,
 ) -> Tensor:
-    """`paged_attention` in plain PyTorch: pads to `[S, max_query_len]` queries over `[S, max_seq_len]` gathered keys.
+    """`paged_attention` in plain PyTorch. Sums in fp32 (float64 for float64 inputs).
 
-    Sums in fp32 (float64 for float64 inputs). Sequences and queries are taken in chunks whose sizes follow from the
-    shapes alone, so that nothing is read back from the device.
+    Queries are padded to the longest of the batch. On the CPU, where reading the lengths costs nothing, single queries
+    stand apart from longer ones, so that a piece of a prompt does not pad the answers beside it.
+    """
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    lengths = cu_seqlens_q.diff().long()
+    single = lengths <= 1
+    if q.device.type != "cpu" or single.all() or not single.any():
+        sizes = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
+        return _padded_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, **options, **sizes)
+    out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
+    for these in (single, ~single):
+        rows = torch.repeat_interleave(these, lengths).nonzero()[:, 0]
+        starts = torch.nn.functional.pad(lengths[these].cumsum(0), (1, 0))
+        sizes = {"max_query_len": int(lengths[these].max()), "max_seq_len": int(seq_lens[these].max())}
+        caches = (k_cache, v_cache, block_table[these])
+        out[rows] = _padded_attention(q[rows], *caches, starts, seq_lens[these], **options, **sizes)
+    return out
+
+
+def _padded_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    max_query_len: int,
+    max_seq_len: int,
+) -> Tensor:
+    """Attention of `[S, max_query_len]` queries over `[S, max_seq_len]` gathered keys.
+
+    Sequences and queries are taken in chunks whose sizes follow from the shapes alone, so that nothing is read back
+    from the device.
     """
     tokens, heads, _ = q.shape
     out = q.new_zeros(tokens, heads, v_cache.shape[-1])
