@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from torch import Tensor
+
+Reduction = Literal["sum", "max"]
 
 
 class GroupError(RuntimeError):
@@ -25,8 +27,8 @@ class Group(ABC):
     size: int
 
     @abstractmethod
-    def all_reduce(self, t: Tensor) -> Tensor:
-        """The sum of every rank's `t` (same shape and dtype everywhere)."""
+    def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
+        """The sum, or the largest, of every rank's `t`, element by element (same shape and dtype everywhere)."""
 
     @abstractmethod
     def all_gather(self, t: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -35,6 +37,14 @@ class Group(ABC):
         `sizes[r]` is rank r's extent along `dim` (may be zero, may differ; the other dimensions and the dtype are the
         same everywhere). Left out: every rank's extent is this rank's. Raises ValueError if `t` does not fit `sizes`.
         """
+
+    def reduce_scatter(self, t: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+        """This rank's part of the sum of every rank's `t` (same shape and dtype everywhere), cut along `dim`.
+
+        `sizes[r]` is the extent of rank r's part; left out: equal parts. Raises ValueError if they do not fit `t`.
+        """
+        start, length = scatter_range(self, t, dim, sizes)
+        return self.all_reduce(t).narrow(dim, start, length).contiguous()
 
     @abstractmethod
     def broadcast(self, t: Tensor, src: int = 0) -> Tensor:
@@ -84,13 +94,26 @@ def gather_sizes(group: Group, t: Tensor, dim: int, sizes: Sequence[int] | None)
     return dim, sizes
 
 
+def scatter_range(group: Group, t: Tensor, dim: int, sizes: Sequence[int] | None) -> tuple[int, int]:
+    """Where this rank's part of `t` begins along `dim`, and its extent."""
+    extent = t.shape[dim]
+    if sizes is None:
+        sizes = [extent // group.size] * group.size
+    if len(sizes) != group.size or sum(sizes) != extent:
+        raise ValueError(
+            f"reduce_scatter of shape {tuple(t.shape)} along dim {dim} over {group.size} ranks: parts of "
+            f"{list(sizes)} do not add up to {extent}; give one size a rank"
+        )
+    return sum(sizes[: group.rank]), sizes[group.rank]
+
+
 class SoloGroup(Group):
     """The group of one rank: nothing to exchange, nothing that can fail."""
 
     rank = 0
     size = 1
 
-    def all_reduce(self, t: Tensor) -> Tensor:
+    def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
         return t
 
     def all_gather(self, t: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:

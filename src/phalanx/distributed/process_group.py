@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from phalanx.distributed.group import Group, GroupError, check_source, gather_sizes, own_payload
+from phalanx.distributed.group import Group, GroupError, Reduction, check_source, gather_sizes, own_payload
 from phalanx.distributed.rendezvous import Rendezvous, describe
 
 # A rank that waits for the next message may wait as long as nobody asks for anything.
@@ -80,10 +80,12 @@ class ProcessGroup(Group):
         group.eager_connect_single_device(device)
         return group
 
-    def all_reduce(self, t: Tensor) -> Tensor:
+    def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
         out = t.detach().contiguous()
         if out.numel():
             options = dist.AllreduceOptions()
+            if op == "max":
+                options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
             options.asyncOp = False
             self._run(f"all_reduce of {list(t.shape)}", lambda: self._data.allreduce([out], options))
         return out

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.distributed.group import Group, GroupError, check_source, gather_sizes, own_payload
+from phalanx.distributed.group import Group, GroupError, Reduction, check_source, gather_sizes, own_payload
 
 T = TypeVar("T")
 
@@ -86,8 +86,10 @@ class ThreadGroup(Group):
     def _exchange(self, what: str, mine: object, timeout: float | None = None) -> list[Any]:
         return self._table.exchange(self.rank, what, mine, self._table.timeout if timeout is None else timeout)
 
-    def all_reduce(self, t: Tensor) -> Tensor:
-        parts = self._exchange(f"all_reduce{_kind(t)}", t.detach().clone())
+    def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
+        parts = self._exchange(f"all_reduce{_largest(op)}{_kind(t)}", t.detach().clone())
+        if op == "max":
+            return torch.stack(parts).amax(0)
         wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
         total = parts[0].to(wide, copy=True)
         for part in parts[1:]:
@@ -122,6 +124,10 @@ class ThreadGroup(Group):
         self._table.check()
 
     def close(self) -> None: ...
+
+
+def _largest(op: Reduction) -> str:
+    return "" if op == "sum" else " (max)"
 
 
 def _kind(t: Tensor) -> str:

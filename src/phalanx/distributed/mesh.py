@@ -1,0 +1,151 @@
+"""The ranks of a training run as a grid: tensor parallelism along one side, data parallelism along the other.
+
+Built on the default process group of `torch.distributed`, which the user (or `init_distributed`) has made. TP ranks are
+consecutive, so that they share a machine; DP ranks are strided: with TP 2 on 4 ranks, TP [0, 1] and [2, 3], DP [0, 2] and
+[1, 3].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from phalanx.distributed.group import (
+    Group,
+    Reduction,
+    SoloGroup,
+    check_source,
+    gather_sizes,
+    own_payload,
+    scatter_range,
+)
+
+
+class TorchGroup(Group):
+    """One rank of a process group of `torch.distributed`. Its collectives may be traced by `torch.compile`.
+
+    Errors are those of `torch.distributed`; its own timeouts and watchdogs apply.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.rank = process_group.rank()
+        self.size = process_group.size()
+
+    def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
+        return _wait(functional.all_reduce(t.detach().contiguous(), op, self.process_group))
+
+    def all_gather(self, t: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+        dim, sizes = gather_sizes(self, t, dim, sizes)
+        mine = t.detach()
+        if min(sizes) == max(sizes):
+            gathered = _wait(functional.all_gather_tensor(mine.contiguous(), 0, self.process_group))
+            return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
+        # The back ends gather equal parts: pad to the widest, cut afterwards.
+        if mine.shape[dim] < max(sizes):
+            missing = [*mine.shape[:dim], max(sizes) - mine.shape[dim], *mine.shape[dim + 1 :]]
+            mine = torch.cat([mine, mine.new_zeros(missing)], dim)
+        parts = _wait(functional.all_gather_tensor(mine.contiguous(), 0, self.process_group)).chunk(self.size)
+        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, sizes, strict=True)], dim)
+
+    def reduce_scatter(self, t: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+        start, length = scatter_range(self, t, dim, sizes)
+        if length * self.size != t.shape[dim] or (sizes is not None and min(sizes) != max(sizes)):
+            return self.all_reduce(t).narrow(dim, start, length).contiguous()
+        mine = t.detach() if dim == 0 else torch.cat(t.detach().chunk(self.size, dim))
+        return _wait(functional.reduce_scatter_tensor(mine.contiguous(), "sum", 0, self.process_group))
+
+    def broadcast(self, t: Tensor, src: int = 0) -> Tensor:
+        check_source(self, src)
+        buffer = t.detach().contiguous()
+        dist.broadcast(buffer, group=self.process_group, group_src=src)
+        if buffer.data_ptr() != t.data_ptr():
+            t.detach().copy_(buffer)
+        return t
+
+    def broadcast_bytes(self, payload: bytes | None = None) -> bytes:
+        message = [own_payload(payload) if self.rank == 0 else None]
+        device = self.process_group._device_types[0]
+        length = torch.tensor([len(message[0] or b"")], dtype=torch.int64, device=device)
+        data = torch.empty(int(self.broadcast(length)), dtype=torch.uint8, device=device)
+        if self.rank == 0 and message[0]:
+            data.copy_(torch.frombuffer(bytearray(message[0]), dtype=torch.uint8))
+        if data.numel():
+            self.broadcast(data)
+        return data.cpu().numpy().tobytes()
+
+    def barrier(self, timeout: float | None = None) -> None:
+        dist.barrier(group=self.process_group)
+
+    def abort(self, reason: str) -> None:
+        self.process_group.abort()
+
+    def check(self) -> None: ...
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.process_group)
+
+
+def _wait(t: Tensor) -> Tensor:
+    return functional.wait_tensor(t)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands: `tp`, the ranks that share one model; `dp`, the ranks that hold the same shards.
+
+    `device` is where this rank's tensors are. `tp_process_group` and `dp_process_group` are the groups of
+    `torch.distributed` beneath, None for a side of one rank.
+    """
+
+    tp: Group
+    dp: Group
+    device: torch.device
+
+    @classmethod
+    def build(cls, tp_size: int = 1, device: torch.device | str | None = None) -> Mesh:
+        """The grid of all ranks of the default process group, each TP group `tp_size` wide; called by all of them.
+
+        Every call makes groups of its own. Without `torch.distributed` there is one rank. `device`: this rank's current
+        GPU where its process group is NCCL's, else the CPU. Raises ValueError where `tp_size` does not divide the ranks.
+        """
+        ready = dist.is_available() and dist.is_initialized()
+        world, rank = (dist.get_world_size(), dist.get_rank()) if ready else (1, 0)
+        if tp_size < 1 or world % tp_size:
+            raise ValueError(
+                f"{world} ranks cannot be cut into tensor-parallel groups of {tp_size}: start a multiple of {tp_size} "
+                "ranks, or choose a tensor-parallel size that divides them"
+            )
+        if device is None:
+            on_gpu = ready and "nccl" in str(dist.get_backend())
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        rows = [range(start, start + tp_size) for start in range(0, world, tp_size)]
+        columns = [range(start, world, tp_size) for start in range(tp_size)]
+        return cls(_own_group(rows, rank), _own_group(columns, rank), torch.device(device))
+
+    @property
+    def tp_process_group(self) -> Any:
+        return getattr(self.tp, "process_group", None)
+
+    @property
+    def dp_process_group(self) -> Any:
+        return getattr(self.dp, "process_group", None)
+
+    def close(self) -> None:
+        """Let the groups go."""
+        self.tp.close()
+        self.dp.close()
+
+
+def _own_group(groups: Sequence[range], rank: int) -> Group:
+    """The group of `groups` that holds `rank`; all ranks make all of them, in the same order."""
+    if all(len(ranks) == 1 for ranks in groups):
+        return SoloGroup()
+    made = [dist.new_group(list(ranks)) for ranks in groups]
+    return TorchGroup(next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks))
