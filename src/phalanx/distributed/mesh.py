@@ -1,8 +1,8 @@
 """The ranks of a training run as a grid: tensor parallelism along one side, data parallelism along the other.
 
-Built on the default process group of `torch.distributed`, which the user (or `init_distributed`) has made. TP ranks are
-consecutive, so that they share a machine; DP ranks are strided: with TP 2 on 4 ranks, TP [0, 1] and [2, 3], DP [0, 2] and
-[1, 3].
+Built on the default process group of `torch.distributed`, which the user (or `init_distributed`) has made. TP ranks
+are consecutive, so that they share a machine; DP ranks are strided: with TP 2 on 4 ranks, TP [0, 1] and [2, 3], DP
+[0, 2] and [1, 3].
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ class Mesh:
     def build(cls, tp_size: int = 1, device: torch.device | str | None = None) -> Mesh:
         """The grid of all ranks of the default process group, each TP group `tp_size` wide; called by all of them.
 
-        Every call makes groups of its own. Without `torch.distributed` there is one rank. `device`: this rank's current
-        GPU where its process group is NCCL's, else the CPU. Raises ValueError where `tp_size` does not divide the ranks.
+        Every call makes groups of its own. Without `torch.distributed` there is one rank. `device`: this rank's
+        current GPU where its process group is NCCL's, else the CPU. Raises ValueError where `tp_size` does not divide
+        the ranks.
         """
         ready = dist.is_available() and dist.is_initialized()
         world, rank = (dist.get_world_size(), dist.get_rank()) if ready else (1, 0)

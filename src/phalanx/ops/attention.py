@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -78,19 +80,19 @@ def reference_attention(
     Queries are padded to the longest of the batch. On the CPU, where reading the lengths costs nothing, single queries
     stand apart from longer ones, so that a piece of a prompt does not pad the answers beside it.
     """
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    attend = partial(_padded_attention, scale=scale, window=window, soft_cap=soft_cap)
     lengths = cu_seqlens_q.diff().long()
     single = lengths <= 1
     if q.device.type != "cpu" or single.all() or not single.any():
-        sizes = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
-        return _padded_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, **options, **sizes)
+        caches = (k_cache, v_cache, block_table)
+        return attend(q, *caches, cu_seqlens_q, seq_lens, max_query_len=max_query_len, max_seq_len=max_seq_len)
     out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
     for these in (single, ~single):
         rows = torch.repeat_interleave(these, lengths).nonzero()[:, 0]
         starts = torch.nn.functional.pad(lengths[these].cumsum(0), (1, 0))
-        sizes = {"max_query_len": int(lengths[these].max()), "max_seq_len": int(seq_lens[these].max())}
         caches = (k_cache, v_cache, block_table[these])
-        out[rows] = _padded_attention(q[rows], *caches, starts, seq_lens[these], **options, **sizes)
+        longest = {"max_query_len": int(lengths[these].max()), "max_seq_len": int(seq_lens[these].max())}
+        out[rows] = attend(q[rows], *caches, starts, seq_lens[these], **longest)
     return out
 
 

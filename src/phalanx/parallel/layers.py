@@ -1,0 +1,200 @@
+"""Linear layers and embeddings whose weight is cut: subclasses that a module becomes in place.
+
+The class of a module changes to one that inherits from both a mixin of this file and its former class, so that
+`isinstance` holds and its other methods stay. Its parameters stay the same objects and hold this rank's shard. What a
+layer knows of its cut is one record, `module.cut`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.distributed.group import Group
+from phalanx.layout import Partition, local_shape, pieces
+from phalanx.parallel import regions
+from phalanx.parallel.regions import Run
+
+
+class Entry:
+    """The way into a region for linears that read the same tensor: it is entered once, and left to all of them.
+
+    Two layers share the entered tensor only if they are given the very same tensor, so that whatever else a block does
+    with its input (a residual, a router) is not touched, and one reduction of gradients serves all of them.
+    """
+
+    def __init__(self, enter: Callable[[Tensor], Tensor]) -> None:
+        self.enter = enter
+        self.readers = 0
+        self._left = 0
+        self._source: Tensor | None = None
+        self._entered: Tensor | None = None
+        self._recorded = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        entered = self._entered
+        if entered is None or x is not self._source or self._recorded != torch.is_grad_enabled():
+            entered = self.enter(x)
+            self._source, self._entered, self._recorded = x, entered, torch.is_grad_enabled()
+            self._left = self.readers
+        self._left -= 1
+        if self._left <= 0:
+            self._source = self._entered = None
+        return entered
+
+
+@dataclass
+class Cut:
+    """How one layer is cut, and how its input and output cross the region's border.
+
+    out_sizes   the ranks' extents of the output's last dimension (of a row layer: of its input's).
+    entry       column: the way in; None where the input is in the region already.
+    leave       row and embedding: from this rank's part of a sum to the layer's output.
+    gather      column: join the ranks' outputs.
+    split       row: the input is whole, take this rank's part.
+    copies      parts of the weight that lie on several ranks, as `sum_copies` takes them.
+    """
+
+    group: Group
+    partition: Partition
+    transposed: bool = False
+    sizes: tuple[int, ...] = ()
+    entry: Entry | None = None
+    leave: Callable[[Tensor], Tensor] | None = None
+    gather: bool = False
+    split: bool = False
+    weight_copies: tuple[tuple[Run, ...], int] | None = None
+    bias_copies: tuple[tuple[Run, ...], int] | None = None
+    vocab: range = field(default=range(0))
+
+
+class CutLayer(nn.Module):
+    """What all layers of this file have in common."""
+
+    cut: Cut
+    weight: Tensor
+    bias: Tensor | None
+
+    def _shared(self, parameter: Tensor, dim: int, copies: tuple[tuple[Run, ...], int] | None) -> Tensor:
+        if copies is None or not torch.is_grad_enabled():
+            return parameter
+        return regions.sum_copies(parameter, self.cut.group, dim, *copies)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight.t() if self.cut.transposed else weight, bias)
+
+
+class ColumnLinear(CutLayer):
+    """Every rank computes its slice of the output features from the whole input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        cut = self.cut
+        if cut.entry is not None:
+            x = cut.entry(x)
+        weight = self._shared(self.weight, 1 if cut.transposed else 0, cut.weight_copies)
+        bias = None if self.bias is None else self._shared(self.bias, 0, cut.bias_copies)
+        y = self._product(x, weight, bias)
+        return regions.gather_out(y, cut.group, y.dim() - 1, cut.sizes) if cut.gather else y
+
+
+class RowLinear(CutLayer):
+    """Every rank computes a part of the sum over the input features from its slice of them; the bias is added once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        cut = self.cut
+        if cut.split:
+            x = regions.split_in(x, cut.group, x.dim() - 1, cut.sizes)
+        y = self._product(x, self.weight, None)
+        if cut.leave is not None:
+            y = cut.leave(y)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabEmbedding(CutLayer):
+    """Every rank holds the rows of a range of token ids; the ranks' rows are summed, all but one being zero."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first, last = self.cut.vocab.start, self.cut.vocab.stop
+        elsewhere = (ids < first) | (ids >= last)
+        rows: Tensor = super().forward((ids - first).masked_fill(elsewhere, 0))
+        rows = rows.masked_fill(elsewhere[..., None], 0)
+        return rows if self.cut.leave is None else self.cut.leave(rows)
+
+
+def become(module: nn.Module, mixin: type[CutLayer], cut: Cut) -> None:
+    """Make `module` an instance of `mixin` and of its own class."""
+    own = type(module)
+    module.__class__ = type(f"{mixin.__name__}[{own.__name__}]", (mixin, own), {"__module__": own.__module__})
+    module.cut = cut  # type: ignore[assignment]
+
+
+def copied_runs(
+    partition: Partition, shape: Sequence[int], rank: int, world: int
+) -> tuple[tuple[Run, ...], int] | None:
+    """The parts of a weight of `shape` that lie on several ranks, as `sum_copies` takes them; None if there are none."""
+    dim = partition.dim % len(shape)
+    cuts = {
+        bounds
+        for r in range(world)
+        for piece in pieces(partition, shape, r, world)
+        if piece.copies > 1
+        for bounds in (piece.global_slices[dim].start, piece.global_slices[dim].stop)
+    }
+    if partition.kind == "replicate" or not cuts:
+        return None
+    # Where the borders of all ranks' copies are, every stretch between two of them lies on all of its ranks or on none.
+    edges = sorted(cuts)
+    held: dict[tuple[int, int], set[int]] = {}
+    for r in range(world):
+        for piece in pieces(partition, shape, r, world):
+            if piece.copies > 1:
+                for start, stop in zip(edges, edges[1:], strict=False):
+                    if piece.global_slices[dim].start <= start and stop <= piece.global_slices[dim].stop:
+                        held.setdefault((start, stop), set()).add(r)
+    offsets, length = {}, 0
+    for start, stop in sorted(held):
+        offsets[start, stop] = length
+        length += stop - start
+    runs = []
+    for piece in pieces(partition, shape, rank, world):
+        whole, local = piece.global_slices[dim], piece.local_slices[dim]
+        for (start, stop), offset in offsets.items():
+            if piece.copies > 1 and whole.start <= start and stop <= whole.stop:
+                runs.append(Run(offset, local.start + start - whole.start, stop - start))
+    return tuple(runs), length
+
+
+def cut_sizes(partition: Partition, shape: Sequence[int], world: int) -> tuple[int, ...]:
+    """Every rank's extent of the cut dimension."""
+    dim = partition.dim % len(shape)
+    return tuple(local_shape(partition, shape, rank, world)[dim] for rank in range(world))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module computes `x @ weight.T + bias` and nothing else."""
+    return isinstance(module, nn.Linear) and (
+        type(module).forward is nn.Linear.forward or type(module).__name__ in _LINEAR_BY_NAME
+    )
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether the module is transformers' Conv1D: a linear whose weight lies transposed, [in, out]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+# Their own forwards say the same in other words.
+_LINEAR_BY_NAME = ("FalconLinear", "NonDynamicallyQuantizableLinear")
+
+
+def linear_sizes(module: Any, shape: Sequence[int], transposed: bool) -> None:
+    """Say in the module's attributes how large its weight is now."""
+    outs, ins = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
+    if transposed:
+        module.nf, module.nx = outs, ins
+    else:
+        module.out_features, module.in_features = outs, ins
