@@ -1,0 +1,136 @@
+"""Weights that work together are made to agree: the projections of one attention or MLP, its norms, tied weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from phalanx.layout.decision import Decision
+from phalanx.layout.fused import ranks_without_heads
+from phalanx.layout.partition import Partition, local_shape
+from phalanx.layout.roles import Role, Skeleton, generic
+from phalanx.layout.structure import wide_norm
+
+_INTO_ATTENTION: tuple[Role, ...] = ("query", "key", "value", "qkv", "expand")
+_INTO_MLP: tuple[Role, ...] = ("up", "gate_up")
+
+
+def agree(model: Skeleton, decisions: Mapping[str, Decision], world: int) -> tuple[dict[str, Decision], list[str]]:
+    """The decisions, made to agree, and a sentence for each group that cannot."""
+    result = dict(decisions)
+    problems: list[str] = []
+    for names in model.containers.values():
+        into = model.with_role(names, *_INTO_ATTENTION)
+        if into:
+            problems += _projections(result, into, model.with_role(names, "out"))
+            if any(result[name].splits_output for name in into):
+                problems += _inside_attention(model, result, names, world)
+            else:
+                _outside(result, model.with_role(names, "head_norm", "latent"))
+        else:
+            into, out = model.with_role(names, *_INTO_MLP), model.with_role(names, "down")
+            problems += _projections(result, into, out) or _same_width(model, result, into, out, world)
+    _tie(model, result)
+    return result, problems
+
+
+def _projections(result: dict[str, Decision], into: list[str], out: Iterable[str]) -> list[str]:
+    """The projections into a module are all cut or none, and the one out of it reads what they give."""
+    cut = [name for name in into if result[name].splits_output]
+    whole = [name for name in into if name not in cut]
+    if not into:
+        return []
+    if cut and whole:
+        return [
+            f"{generic(cut[0])} ({result[cut[0]].source}) is cut, but {generic(whole[0])} ({result[whole[0]].source}) "
+            "beside it gives its whole output: cut both or neither"
+        ]
+    for name in out:
+        decision = result[name]
+        reads_part = decision.weight.kind == "row"
+        if cut and not reads_part:
+            return [
+                f"{generic(name)} ({decision.source}) is not cut, but it reads the cut output of {generic(cut[0])} "
+                f"({result[cut[0]].source}): cut it by 'row'"
+            ]
+        if reads_part and decision.style == "row":
+            partition = decision.weight if cut else Partition.row(dim=decision.weight.dim)
+            result[name] = replace(decision, weight=partition, split_input=not cut)
+        elif reads_part and not cut:
+            return [f"{generic(name)} ({decision.source}) is cut, but {generic(whole[0])} is not: cut both or neither"]
+    return []
+
+
+def _inside_attention(model: Skeleton, result: dict[str, Decision], names: Iterable[str], world: int) -> list[str]:
+    problems = []
+    for name in names:
+        heads = model.weights[name].attention
+        empty = [] if heads is None or not result[name].is_cut else ranks_without_heads(heads, world)
+        if empty and heads is not None:
+            problems.append(
+                f"{generic(name)}: {heads.num_heads} query heads over {heads.num_kv_heads} KV heads leave ranks "
+                f"{empty} of {world} without a head, and attention without heads cannot run: use fewer ranks"
+            )
+    for name in model.with_role(names, "head_norm"):
+        if len(model.weights[name].shape) > 1 or ".norms." in name:
+            problems.append(
+                f"{generic(name)} has a norm for each head, which cannot be cut yet: leave its Q and K whole"
+            )
+        elif wide_norm(model, name):
+            problems.append(
+                f"{generic(name)} norms all heads at once, so its projection must give its whole output: set "
+                "'gather_output' for Q, K and V"
+            )
+    for name in model.with_role(names, "head_norm", "latent"):
+        result[name] = replace(result[name], sum_gradient=True)
+    return problems
+
+
+def _outside(result: dict[str, Decision], names: Iterable[str]) -> None:
+    for name in names:
+        result[name] = replace(result[name], sum_gradient=False)
+
+
+def _same_width(
+    model: Skeleton, result: Mapping[str, Decision], into: Iterable[str], out: Iterable[str], world: int
+) -> list[str]:
+    """Each rank's part of what the MLP's first projections give is what its second one reads."""
+    for second in out:
+        wanted = _features(model, result[second], second, world)
+        for first in into:
+            given = _features(model, result[first], first, world)
+            if not result[first].splits_output or not result[second].is_cut:
+                continue
+            if given != wanted and given != [2 * size for size in wanted]:
+                return [
+                    f"{generic(first)} gives the ranks {given} features, but {generic(second)} reads {wanted}: "
+                    "their cuts do not fit each other"
+                ]
+    return []
+
+
+def _features(model: Skeleton, decision: Decision, name: str, world: int) -> list[int]:
+    shape, partition = model.weights[name].shape, decision.weight
+    sizes = [local_shape(partition, shape, rank, world)[partition.dim] for rank in range(world)]
+    outer = partition.view[0] if decision.style == "experts" and len(shape) == 2 else 1
+    return [size // outer for size in sizes]
+
+
+def _tie(model: Skeleton, result: dict[str, Decision]) -> None:
+    """Tied weights are one parameter: both are cut by the vocabulary or neither. A user's 'skip' keeps both whole."""
+    for pair in model.ties:
+        present = [name for name in pair if name in result]
+        vocab = [name for name in present if result[name].style == "vocab"]
+        kept = [name for name in present if result[name].style == "skip" and result[name].hand_written]
+        for name in present:
+            weight = model.weights[name]
+            bias = weight.has_bias
+            if kept:
+                whole = Partition.replicate()
+                result[name] = replace(
+                    result[kept[0]], style="skip", weight=whole, bias=whole if bias else None, gather_output=False
+                )
+            elif vocab and name not in vocab:
+                result[name] = replace(
+                    result[vocab[0]], bias=Partition.vocab() if bias else None, gather_output=weight.kind == "linear"
+                )

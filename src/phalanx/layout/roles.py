@@ -1,0 +1,127 @@
+"""What a weight is for, told from its name as Transformer models spell it, and which module holds it.
+
+A role says what the input and the output of a projection are, which no cut can do without: a projection into heads
+reads what every rank has, the one out of attention reads what each rank has a part of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from phalanx.layout.weight import Weight
+
+Role = Literal[
+    "query", "key", "value", "qkv", "latent", "expand", "out",  # attention
+    "up", "gate_up", "down",  # MLP
+    "tokens", "head", "router", "head_norm", "other",
+]  # fmt: skip
+
+_ATTENTION: Mapping[str, Role] = {
+    **dict.fromkeys(("q_proj", "q", "query", "wq", "q_b_proj", "q_lin", "query_proj"), "query"),
+    **dict.fromkeys(("k_proj", "k", "key", "wk", "k_lin", "key_proj"), "key"),
+    **dict.fromkeys(("v_proj", "v", "value", "wv", "v_lin", "value_proj"), "value"),
+    **dict.fromkeys(("query_key_value", "qkv_proj", "Wqkv", "c_attn", "W_pack", "wqkv", "qkv"), "qkv"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"), "latent"),
+    "kv_b_proj": "expand",
+    **dict.fromkeys(("o_proj", "out_proj", "dense", "c_proj", "wo", "o", "Wo", "out_lin"), "out"),
+    **dict.fromkeys(
+        ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm", "q_ln", "k_ln"),
+        "head_norm",
+    ),
+}  # fmt: skip
+_MLP: Mapping[str, Role] = {
+    **dict.fromkeys(("gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "lin1"), "up"),
+    **dict.fromkeys(("w1", "w3", "v1", "wi", "wi_0", "wi_1"), "up"),
+    "gate_up_proj": "gate_up",
+    **dict.fromkeys(("down_proj", "fc2", "fc_out", "w2", "c_proj", "dense_4h_to_h", "wo", "lin2"), "down"),
+    **dict.fromkeys(("gate", "router", "shared_expert_gate", "wg"), "router"),
+}  # fmt: skip
+_TOKENS = (
+    "embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "tokens_embed", "embedding", "embeddings",
+    "token_embedding", "shared",
+)  # fmt: skip
+_HEADS = ("lm_head", "embed_out", "output_layer")
+
+
+def parts(name: str) -> list[str]:
+    """The dotted parts of the module that a weight belongs to."""
+    return name.removesuffix(".weight").split(".")
+
+
+def generic(name: str) -> str:
+    """The name with layer and expert numbers as `*`, the same for all layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
+
+
+def in_attention(weight: Weight) -> bool:
+    """Whether an attention module holds the weight."""
+    return weight.attention is not None or any(_is_attention(part) for part in parts(weight.name)[:-1])
+
+
+def container(weight: Weight) -> str:
+    """The name of the attention module or MLP whose weights are cut together."""
+    path = parts(weight.name)
+    if in_attention(weight):
+        ends = [index for index, part in enumerate(path[:-1]) if _is_attention(part)]
+        if ends:
+            return ".".join(path[: ends[-1] + 1])
+    if path[-1] == "dense" and path[-2:-1] in (["intermediate"], ["output"]):
+        return ".".join(path[:-2])
+    return ".".join(path[:-1])
+
+
+def role(weight: Weight, head_patterns: Sequence[str] = ()) -> Role:
+    """What the weight is for, "other" where its name does not tell."""
+    path = parts(weight.name)
+    leaf = path[-1]
+    if weight.kind == "embedding":
+        return "tokens" if leaf in _TOKENS else "other"
+    if in_attention(weight):
+        # StableLM holds one norm a head: q_layernorm.norms.3.
+        norm = next((part for part in path[:-1] if _ATTENTION.get(part) == "head_norm"), None)
+        return _ATTENTION.get(norm or leaf, "other")
+    if weight.kind == "linear" and (leaf in _HEADS or any(pattern in leaf for pattern in head_patterns)):
+        return "head"
+    if leaf == "dense" and path[-2:-1] == ["intermediate"]:
+        return "up"
+    if leaf == "dense" and path[-2:-1] == ["output"]:
+        return "down"
+    if path[-2:] == ["router", "layer"]:
+        return "router"
+    return _MLP.get(leaf, "other")
+
+
+class Skeleton:
+    """The weights of a model by name, what each is for, and which are held by one attention module or MLP."""
+
+    def __init__(self, weights: Iterable[Weight], tied: Mapping[str, str], head_patterns: Sequence[str] = ()) -> None:
+        by_name = {weight.name: weight for weight in weights}
+        for alias, name in tied.items():
+            # A tied weight is often listed once; under its other name it is a projection if it is an embedding here.
+            for one, other in ((alias, name), (name, alias)):
+                if one not in by_name and other in by_name:
+                    source = by_name[other]
+                    by_name[one] = replace(source, name=one, kind="linear", has_bias=False)
+        self.weights = by_name
+        self.roles = {name: role(weight, head_patterns) for name, weight in by_name.items()}
+        self.ties = tuple(tied.items())
+        for pair in self.ties:
+            pair_roles = [self.roles.get(name) for name in pair]
+            for name in pair:
+                if "tokens" in pair_roles and name in by_name and by_name[name].kind == "linear":
+                    self.roles[name] = "head"
+        held: dict[str, list[str]] = {}
+        for name, weight in by_name.items():
+            held.setdefault(container(weight), []).append(name)
+        self.containers = {path: tuple(names) for path, names in held.items()}
+
+    def with_role(self, names: Iterable[str], *wanted: Role) -> list[str]:
+        """Those of `names` that have one of the wanted roles."""
+        return [name for name in names if self.roles[name] in wanted]
+
+
+def _is_attention(part: str) -> bool:
+    return part.lower().endswith(("attn", "attention"))

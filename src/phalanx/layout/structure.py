@@ -1,0 +1,83 @@
+"""What names alone tell: which weights of a model that comes without rules are cut, and how.
+
+An attention module or an MLP is cut as a whole or not at all, and only if each of its weights is understood: a weight
+that nobody expected (a sink a head, a convolution over heads) may depend on all heads.
+"""
+
+from __future__ import annotations
+
+from phalanx.layout.decision import Rule
+from phalanx.layout.fused import QKV_ORDERS
+from phalanx.layout.roles import Skeleton, generic
+
+_SOURCE = "structure"
+
+
+def structural(model: Skeleton, family: str | None) -> dict[str, Rule]:
+    """One rule for every weight of the model."""
+    rules = {name: Rule("skip", "structure: replicated", family) for name in model.weights}
+    not_cut: dict[str, str] = {}
+    for path, names in model.containers.items():
+        reason = _attention_problem(model, names, family) if _has_attention(model, names) else None
+        if reason is not None:
+            not_cut.setdefault(generic(path), reason)
+    for path, names in model.containers.items():
+        if _has_attention(model, names):
+            # Layers of one kind go together: one may hand to the others what depends on its heads.
+            reason = not_cut.get(generic(path))
+            if reason is None:
+                rules.update(_attention(model, names, family))
+            else:
+                rules.update({name: Rule("skip", f"structure: replicated, {reason}", family) for name in names})
+        elif _is_mlp(model, names):
+            for name in names:
+                style = {"up": "column", "gate_up": "column", "down": "row"}.get(model.roles[name])
+                if style is not None:
+                    rules[name] = Rule("column" if style == "column" else "row", _SOURCE, family)
+    for name in model.with_role(model.weights, "tokens", "head"):
+        rules[name] = Rule("vocab", _SOURCE, family)
+    return rules
+
+
+def _has_attention(model: Skeleton, names: tuple[str, ...]) -> bool:
+    return bool(model.with_role(names, "query", "key", "value", "qkv", "expand"))
+
+
+def _attention_problem(model: Skeleton, names: tuple[str, ...], family: str | None) -> str | None:
+    unknown = [
+        name for name in names if model.roles[name] == "other" and model.weights[name].kind != "norm"
+    ]  # fmt: skip
+    if unknown:
+        return f"{generic(unknown[0])} is not understood"
+    if any(model.weights[name].attention is None for name in names):
+        return "the heads of this attention are not known"
+    roles = {model.roles[name] for name in names}
+    if "qkv" in roles and (family or "") not in QKV_ORDERS:
+        return f"the layout of its QKV projection is not known for model type {family!r}"
+    if "out" not in roles or not ("qkv" in roles or {"query", "key", "value"} <= roles or {"query", "expand"} <= roles):
+        return "its projections are not Q, K, V and output"
+    return None
+
+
+def _attention(model: Skeleton, names: tuple[str, ...], family: str | None) -> dict[str, Rule]:
+    whole = any(wide_norm(model, name) for name in model.with_role(names, "head_norm"))
+    rules = {name: Rule("skip", "structure: replicated", family) for name in names}
+    for name in model.with_role(names, "query", "key", "value", "qkv", "expand"):
+        rules[name] = Rule("column", _SOURCE, family, gather_output=whole)
+    for name in model.with_role(names, "out"):
+        rules[name] = Rule("row", _SOURCE, family, split_input=whole)
+    return rules
+
+
+def wide_norm(model: Skeleton, name: str) -> bool:
+    """Whether a norm of Q or K sees all of its heads at once."""
+    weight = model.weights[name]
+    heads = weight.attention
+    return heads is not None and heads.num_heads > 1 and weight.shape[-1] > max(heads.head_dim, heads.value_dim)
+
+
+def _is_mlp(model: Skeleton, names: tuple[str, ...]) -> bool:
+    understood = all(
+        model.roles[name] in ("up", "gate_up", "down", "router") or model.weights[name].kind == "norm" for name in names
+    )
+    return understood and bool(model.with_role(names, "up", "gate_up")) and len(model.with_role(names, "down")) == 1
