@@ -222,6 +222,8 @@ def test_old_names(old, new):
     elif new in BLOCKS:
         block = {"enabled": True} if new == "bf16" else {"tp_size": 1}
         assert read(with_plain(nested(old, block))).bf16.enabled == (new == "bf16")
+    elif new in HINTS:
+        assert read(with_plain(nested(old, "fp32"))).hints == (old,)
     else:
         assert "not implemented" in refused(with_plain(nested(old, True)))
 

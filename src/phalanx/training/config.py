@@ -277,19 +277,19 @@ def _check_dp(values: dict[str, Any], dp_size: int, world_size: int, tp_size: in
 
 def _resolve_batch(values: dict[str, Any], dp_size: int) -> list[str]:
     """Fill in what is missing of batch = micro batch x accumulation x DP. Returns the fault, if there is one."""
-    batch, micro, steps = (values.get(name) for name in _BATCH)
+    batch: Any = values.get(_BATCH[0])
+    micro: Any = values.get(_BATCH[1])
+    steps: Any = values.get(_BATCH[2])
     if any(value is not None and (not isinstance(value, int) or value < 1) for value in (batch, micro, steps)):
         return []  # said when the types are checked
     if batch is None and micro is None:
         return ["train_batch_size or train_micro_batch_size_per_gpu must be given"]
-    if batch is None:
-        steps = steps or 1
-        batch = micro * steps * dp_size
-    elif micro is None:
-        steps = steps or 1
+    if steps is None:
+        steps = 1 if batch is None or micro is None else batch // (micro * dp_size)
+    if micro is None:
         micro = batch // (steps * dp_size)
-    elif steps is None:
-        steps = batch // (micro * dp_size)
+    if batch is None:
+        batch = micro * steps * dp_size
     if micro * steps * dp_size != batch:
         micro, steps = (values.get(name, "(any)") for name in _BATCH[1:])
         return [

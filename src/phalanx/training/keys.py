@@ -79,11 +79,12 @@ HINTS: dict[str, str] = {
     "flops_profiler": _DIAGNOSTIC,
     "comms_logger": _DIAGNOSTIC,
     "timers": _DIAGNOSTIC,
+    "disable_python_gc": "when Python collects garbage",
     "vocabulary_size": "DeepSpeed only warns when it is not a multiple of 8",
     "prescale_gradients": "when the mean is divided; the mean is the same",
     "gradient_predivide_factor": "how the division is split; the mean is the same",
     "disable_allgather": "how updated parameters travel",
-    "seq_parallel_comm_data_type": "only of Ulysses sequence parallelism, which is refused",
+    "seq_parallel_communication_data_type": "only of Ulysses sequence parallelism, which is refused",
     "use_data_before_expert_parallelism": "only of expert parallelism, which is refused",
     "graph_harvesting": "CUDA graphs of short kernels",
     "compile": "DeepCompile; `engine.compile()` is torch.compile",
@@ -97,6 +98,9 @@ HINTS: dict[str, str] = {
     "checkpoint.tag_validation": "a checkpoint's tag comes from one rank",
     "checkpoint.parallel_write": "every rank writes what it holds",
     "checkpoint.writer": "which writer",
+    "checkpoint.checkpoint_serialization": "the format is always safetensors",
+    "zero_optimization.compute_grad_norm": "the norm is always computed",
+    "zero_optimization.parameter_alignment": "where parameters start in a bucket",
     "zero_optimization.contiguous_gradients": "buckets are always contiguous",
     "zero_optimization.reduce_scatter": "stages 1 and 2 always reduce-scatter",
     "zero_optimization.use_multi_rank_bucket_allreduce": "how buckets travel",
@@ -187,6 +191,7 @@ REFUSED: dict[str, Refusal] = {
     ),
     "data_types.param_dtype": Refusal("use bf16 or fp16", off=()),
     "data_types.buffer_dtype": Refusal("buffers keep their dtype", off=()),
+    "data_types.keep_in_fp32_modules": Refusal("all parameters have the dtype of bf16 or fp16", off=()),
     "bf16.check_grad_overflow": Refusal("steps are skipped on overflow in fp16 only"),
     "bf16.bf16_master_weights_and_grads": Refusal("master weights are float32"),
     "bf16.bf16_optimizer_states": Refusal("moments are float32"),
@@ -236,6 +241,7 @@ REFUSED: dict[str, Refusal] = {
 }
 
 ALIASES: dict[str, str] = {
+    "seq_parallel_comm_data_type": "seq_parallel_communication_data_type",
     "bfloat16": "bf16",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
         "zero_optimization.gather_16bit_weights_on_model_save"
