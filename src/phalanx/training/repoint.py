@@ -36,7 +36,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 def check_optimizer(optimizer: Optimizer, *, stage: int, tp_size: int, allow_untested: bool) -> None:
     """Raises ValueError for an optimizer that has run already, or that may not be given parts of parameters."""
-    if optimizer.state:
+    if optimizer.state and not _is_new_adagrad(optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} already has state for {len(optimizer.state)} parameters, which "
             "belongs to another cut of the model: pass a new optimizer, and load a checkpoint to continue"
@@ -69,6 +69,22 @@ def repoint(optimizer: Optimizer, groups: Sequence[Sequence[str]], fragments: Se
         group["params"] = [fragment.tensor for fragment in owned]
         if "param_names" in group:
             group["param_names"] = [fragment.name for fragment in owned]
+    if _is_new_adagrad(optimizer):
+        _start_adagrad(optimizer)
+
+
+def _is_new_adagrad(optimizer: Optimizer) -> bool:
+    """Adagrad alone makes its state when it is made."""
+    return isinstance(optimizer, torch.optim.Adagrad) and all(not state["step"] for state in optimizer.state.values())
+
+
+def _start_adagrad(optimizer: Optimizer) -> None:
+    step = next(iter(optimizer.state.values()))["step"]
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            start = torch.full_like(tensor, group["initial_accumulator_value"])
+            optimizer.state[tensor] = {"step": step.clone(), "sum": start}
 
 
 class OwnedStep:
