@@ -9,7 +9,7 @@ from phalanx.layout.decision import Decision
 from phalanx.layout.fused import ranks_without_heads
 from phalanx.layout.partition import Partition, local_shape
 from phalanx.layout.roles import Role, Skeleton, generic
-from phalanx.layout.structure import wide_norm
+from phalanx.layout.structure import norm_between, norm_of_each_head, wide_norm
 
 _INTO_ATTENTION: tuple[Role, ...] = ("query", "key", "value", "qkv", "expand")
 _INTO_MLP: tuple[Role, ...] = ("up", "gate_up")
@@ -19,7 +19,7 @@ def agree(model: Skeleton, decisions: Mapping[str, Decision], world: int) -> tup
     """The decisions, made to agree, and a sentence for each group that cannot."""
     result = dict(decisions)
     problems: list[str] = []
-    for names in model.containers.values():
+    for path, names in model.containers.items():
         into = model.with_role(names, *_INTO_ATTENTION)
         if into:
             problems += _projections(result, into, model.with_role(names, "out"))
@@ -30,6 +30,15 @@ def agree(model: Skeleton, decisions: Mapping[str, Decision], world: int) -> tup
         else:
             into, out = model.with_role(names, *_INTO_MLP), model.with_role(names, "down")
             problems += _projections(result, into, out) or _same_width(model, result, into, out, world)
+        first = next((name for name in into if result[name].splits_output), None)
+        between = norm_between(model, names)
+        if first is not None and between is not None:
+            problems.append(
+                f"{generic(between)} norms all features that {generic(first)} ({result[first].source}) cuts over the "
+                "ranks: leave this module whole"
+            )
+        if first is not None:
+            _inside(model, result, path)
     _tie(model, result)
     return result, problems
 
@@ -72,18 +81,28 @@ def _inside_attention(model: Skeleton, result: dict[str, Decision], names: Itera
                 f"{empty} of {world} without a head, and attention without heads cannot run: use fewer ranks"
             )
     for name in model.with_role(names, "head_norm"):
-        if len(model.weights[name].shape) > 1 or ".norms." in name:
+        if norm_of_each_head(model, name):
             problems.append(
-                f"{generic(name)} has a norm for each head, which cannot be cut yet: leave its Q and K whole"
+                f"{generic(name)} is a norm for each head, so its projection must give its whole output: set "
+                "'gather_output' for Q, K and V"
             )
         elif wide_norm(model, name):
             problems.append(
                 f"{generic(name)} norms all heads at once, so its projection must give its whole output: set "
                 "'gather_output' for Q, K and V"
             )
-    for name in model.with_role(names, "head_norm", "latent"):
+    # A latent projection and its norm act before the cut: their gradients are whole.
+    for name in model.with_role(names, "head_norm"):
         result[name] = replace(result[name], sum_gradient=True)
     return problems
+
+
+def _inside(model: Skeleton, result: dict[str, Decision], path: str) -> None:
+    """Small parameters inside a cut module, such as those of an activation: each rank has a part of their gradient."""
+    for inner, names in model.containers.items():
+        for name in names if inner.startswith(f"{path}.") else ():
+            if model.weights[name].kind == "other" and len(model.weights[name].shape) < 2:
+                result[name] = replace(result[name], sum_gradient=True)
 
 
 def _outside(result: dict[str, Decision], names: Iterable[str]) -> None:

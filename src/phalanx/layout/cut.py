@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from phalanx.layout.decision import Decision, Rule
+from phalanx.layout.decision import Decision, Rule, Style
 from phalanx.layout.fused import QKV_ORDERS, attention_cut, is_gated, qkv_cut
 from phalanx.layout.partition import Partition
 from phalanx.layout.roles import Role, Skeleton, container
@@ -84,10 +84,10 @@ def _row(weight: Weight, rule: Rule, role: Role, model: Skeleton) -> Decision:
 
 
 def _column(weight: Weight, rule: Rule, role: Role, model: Skeleton) -> Decision:
-    if role in ("out", "down") and not rule.transposed and not (role == "down" and weight.kind == "experts"):
+    if role in ("out", "down") and weight.kind != "experts" and not rule.gather_output:
         raise ValueError(
-            "'column' needs an input that every rank has whole, but it reads what the cut projections before it give: "
-            "use 'row'"
+            "'column' leaves each rank a part of the output, but hidden states must be whole: use 'row', or set "
+            "'gather_output'"
         )
     if weight.kind == "experts" or (role == "up" and _experts_in_rows(weight, model)):
         return _experts(weight, rule, role, model)
@@ -143,6 +143,8 @@ def _experts(weight: Weight, rule: Rule, role: Role, model: Skeleton) -> Decisio
     if role == "gate_up":
         partition = Partition.column(view=(2, _half(weight.shape[dim])), axis=1, dim=dim)
         return _decision("experts", partition, weight, rule, f"{rule.source}; [gate; up]")
+    if role != "up":
+        raise ValueError("it is no known tensor of experts: say how it is laid out by 'shape'")
     return _decision("experts", Partition.column(dim=dim), weight, rule)
 
 
@@ -183,12 +185,12 @@ def _half(features: int) -> int:
     return features // 2
 
 
-def _decision(style: str, partition: Partition, weight: Weight, rule: Rule, source: str | None = None) -> Decision:
+def _decision(style: Style, partition: Partition, weight: Weight, rule: Rule, source: str | None = None) -> Decision:
     bias = None
     if weight.has_bias:
         bias = Partition.replicate() if partition.kind == "row" else partition
     return Decision(
-        "experts" if style == "experts" else "row" if style == "row" else "column",
+        style,
         partition,
         bias,
         gather_output=rule.gather_output,

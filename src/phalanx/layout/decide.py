@@ -17,9 +17,9 @@ from phalanx.layout.cut import cut
 from phalanx.layout.decision import Decision, Rule
 from phalanx.layout.fused import REFUSED
 from phalanx.layout.presets import preset as preset_named
-from phalanx.layout.roles import Skeleton, generic
+from phalanx.layout.roles import Skeleton, container, generic
 from phalanx.layout.rules import LayerSpec, PartitionConfig, RuleError
-from phalanx.layout.structure import structural
+from phalanx.layout.structure import needs_whole_heads, structural
 from phalanx.layout.tp_plan import plan_problems, planned
 from phalanx.layout.weight import Weight
 
@@ -86,6 +86,9 @@ def _automatic(model: Skeleton, family: str | None, plan: Mapping[str, str]) -> 
         if model.roles[name] in ("qkv", "gate_up") and rules[name].style == "column":
             # The plan of a fused projection whose layout we know only works around not knowing it.
             gather = False
+        elif model.roles[name] in ("query", "key", "value") and style.style == "column":
+            # Not every plan has an eye on optional norms.
+            gather = gather or needs_whole_heads(model, model.containers[container(weight)])
         rules[name] = Rule(
             "vocab" if model.roles[name] == "head" and style.style == "column" else style.style,
             f"tp_plan: {text}",

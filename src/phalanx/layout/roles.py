@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from phalanx.layout.weight import Weight
+from phalanx.layout.weight import Weight, WeightKind
 
 Role = Literal[
     "query", "key", "value", "qkv", "latent", "expand", "out",  # attention
@@ -100,11 +100,11 @@ class Skeleton:
     def __init__(self, weights: Iterable[Weight], tied: Mapping[str, str], head_patterns: Sequence[str] = ()) -> None:
         by_name = {weight.name: weight for weight in weights}
         for alias, name in tied.items():
-            # A tied weight is often listed once; under its other name it is a projection if it is an embedding here.
+            # A tied weight is often listed once. Its other name tells whether it is an embedding there, too.
             for one, other in ((alias, name), (name, alias)):
                 if one not in by_name and other in by_name:
-                    source = by_name[other]
-                    by_name[one] = replace(source, name=one, kind="linear", has_bias=False)
+                    kind: WeightKind = "embedding" if parts(one)[-1] in _TOKENS else "linear"
+                    by_name[one] = replace(by_name[other], name=one, kind=kind, has_bias=False)
         self.weights = by_name
         self.roles = {name: role(weight, head_patterns) for name, weight in by_name.items()}
         self.ties = tuple(tied.items())

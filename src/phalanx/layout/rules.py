@@ -105,6 +105,9 @@ class LayerSpec:
         for key in ("shape", "view", "model_types"):
             if key in values and (isinstance(values[key], str) or not isinstance(values[key], Sequence)):
                 problems.append(f"'{key}' must be a list, got {values[key]!r}")
+        types = values.get("model_types", ())
+        if not isinstance(types, str) and not all(isinstance(each, str) for each in types):
+            problems.append(f"'model_types' must be a list of names, got {types!r}")
         if problems:
             raise RuleError(problems)
         for key in ("patterns", "shape", "view", "model_types"):

@@ -6,11 +6,14 @@ that nobody expected (a sink a head, a convolution over heads) may depend on all
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from phalanx.layout.decision import Rule
 from phalanx.layout.fused import QKV_ORDERS
-from phalanx.layout.roles import Skeleton, generic
+from phalanx.layout.roles import Skeleton, generic, parts
 
 _SOURCE = "structure"
+_MODULES = ("attn", "attention", "mlp", "ffn", "feed_forward")
 
 
 def structural(model: Skeleton, family: str | None) -> dict[str, Rule]:
@@ -44,9 +47,8 @@ def _has_attention(model: Skeleton, names: tuple[str, ...]) -> bool:
 
 
 def _attention_problem(model: Skeleton, names: tuple[str, ...], family: str | None) -> str | None:
-    unknown = [
-        name for name in names if model.roles[name] == "other" and model.weights[name].kind != "norm"
-    ]  # fmt: skip
+    unknown = [name for name in names if model.roles[name] == "other" and model.weights[name].kind != "norm"]
+    unknown += filter(None, [norm_between(model, names)])
     if unknown:
         return f"{generic(unknown[0])} is not understood"
     if any(model.weights[name].attention is None for name in names):
@@ -60,13 +62,19 @@ def _attention_problem(model: Skeleton, names: tuple[str, ...], family: str | No
 
 
 def _attention(model: Skeleton, names: tuple[str, ...], family: str | None) -> dict[str, Rule]:
-    whole = any(wide_norm(model, name) for name in model.with_role(names, "head_norm"))
+    whole = needs_whole_heads(model, names)
     rules = {name: Rule("skip", "structure: replicated", family) for name in names}
     for name in model.with_role(names, "query", "key", "value", "qkv", "expand"):
         rules[name] = Rule("column", _SOURCE, family, gather_output=whole)
     for name in model.with_role(names, "out"):
         rules[name] = Rule("row", _SOURCE, family, split_input=whole)
     return rules
+
+
+def needs_whole_heads(model: Skeleton, names: Iterable[str]) -> bool:
+    """Whether an attention module has a norm of Q or K that is not the same small one for each head."""
+    norms = model.with_role(names, "head_norm")
+    return any(wide_norm(model, name) or norm_of_each_head(model, name) for name in norms)
 
 
 def wide_norm(model: Skeleton, name: str) -> bool:
@@ -76,8 +84,31 @@ def wide_norm(model: Skeleton, name: str) -> bool:
     return heads is not None and heads.num_heads > 1 and weight.shape[-1] > max(heads.head_dim, heads.value_dim)
 
 
+def norm_of_each_head(model: Skeleton, name: str) -> bool:
+    """Whether it is one of several norms, or one with several rows: one for each head."""
+    return len(model.weights[name].shape) > 1 or ".norms." in name
+
+
+def norm_between(model: Skeleton, names: Iterable[str]) -> str | None:
+    """A norm that sees all features between the projections of an attention module or MLP, which no rank has then."""
+    names = list(names)
+    widths = {
+        model.weights[name].in_features
+        for name in model.with_role(names, "out", "down")
+        if model.weights[name].kind in ("linear", "conv1d")
+    }
+    for name in names:
+        path = parts(name)
+        inside = len(path) > 1 and path[-2].lower().endswith(_MODULES)
+        unknown_norm = model.weights[name].kind == "norm" and model.roles[name] == "other"
+        if inside and unknown_norm and model.weights[name].shape[-1] in widths:
+            return name
+    return None
+
+
 def _is_mlp(model: Skeleton, names: tuple[str, ...]) -> bool:
     understood = all(
         model.roles[name] in ("up", "gate_up", "down", "router") or model.weights[name].kind == "norm" for name in names
     )
+    understood = understood and norm_between(model, names) is None
     return understood and bool(model.with_role(names, "up", "gate_up")) and len(model.with_role(names, "down")) == 1

@@ -36,7 +36,7 @@ STYLES: Mapping[str, Style] = {
     "embedding_rowwise": Style("vocab"),
     "replicated_with_grad_allreduce": Style("skip", sum_gradient=True),
     # Inside attention, where every gradient is a part: see `decide`.
-    "mla_kv_a_proj": Style("skip", sum_gradient=True),
+    "mla_kv_a_proj": Style("skip"),
     **dict.fromkeys(("replicate", "sequence_parallel"), Style("skip")),
 }
 # These stand on a module beside the styles of its weights.
