@@ -84,15 +84,30 @@ def reference_attention(
     lengths = cu_seqlens_q.diff().long()
     single = lengths <= 1
     if q.device.type != "cpu" or single.all() or not single.any():
-        caches = (k_cache, v_cache, block_table)
-        return attend(q, *caches, cu_seqlens_q, seq_lens, max_query_len=max_query_len, max_seq_len=max_seq_len)
+        return attend(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            cu_seqlens_q,
+            seq_lens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
     out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
     for these in (single, ~single):
         rows = torch.repeat_interleave(these, lengths).nonzero()[:, 0]
         starts = torch.nn.functional.pad(lengths[these].cumsum(0), (1, 0))
-        caches = (k_cache, v_cache, block_table[these])
-        longest = {"max_query_len": int(lengths[these].max()), "max_seq_len": int(seq_lens[these].max())}
-        out[rows] = attend(q[rows], *caches, starts, seq_lens[these], **longest)
+        out[rows] = attend(
+            q[rows],
+            k_cache,
+            v_cache,
+            block_table[these],
+            starts,
+            seq_lens[these],
+            max_query_len=int(lengths[these].max()),
+            max_seq_len=int(seq_lens[these].max()),
+        )
     return out
 
 

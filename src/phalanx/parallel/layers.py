@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from phalanx.distributed.group import Group
 from phalanx.layout import Partition, local_shape, pieces
 from phalanx.parallel import regions
 from phalanx.parallel.regions import Run
+
+# Where the copied parts lie, and how many elements all of them have along the cut dimension.
+Copies = tuple[tuple[Run, ...], int]
 
 
 class Entry:
@@ -68,8 +72,8 @@ class Cut:
     leave: Callable[[Tensor], Tensor] | None = None
     gather: bool = False
     split: bool = False
-    weight_copies: tuple[tuple[Run, ...], int] | None = None
-    bias_copies: tuple[tuple[Run, ...], int] | None = None
+    weight_copies: Copies | None = None
+    bias_copies: Copies | None = None
     vocab: range = field(default=range(0))
 
 
@@ -80,7 +84,7 @@ class CutLayer(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def _shared(self, parameter: Tensor, dim: int, copies: tuple[tuple[Run, ...], int] | None) -> Tensor:
+    def _shared(self, parameter: Tensor, dim: int, copies: Copies | None) -> Tensor:
         if copies is None or not torch.is_grad_enabled():
             return parameter
         return regions.sum_copies(parameter, self.cut.group, dim, *copies)
@@ -133,40 +137,23 @@ def become(module: nn.Module, mixin: type[CutLayer], cut: Cut) -> None:
     module.cut = cut  # type: ignore[assignment]
 
 
-def copied_runs(
-    partition: Partition, shape: Sequence[int], rank: int, world: int
-) -> tuple[tuple[Run, ...], int] | None:
-    """The parts of a weight of `shape` that lie on several ranks, as `sum_copies` takes them; None if there are none."""
-    dim = partition.dim % len(shape)
-    cuts = {
-        bounds
-        for r in range(world)
-        for piece in pieces(partition, shape, r, world)
-        if piece.copies > 1
-        for bounds in (piece.global_slices[dim].start, piece.global_slices[dim].stop)
-    }
-    if partition.kind == "replicate" or not cuts:
+def copied_runs(partition: Partition, shape: Sequence[int], rank: int, world: int) -> Copies | None:
+    """The parts of a weight of `shape` that lie on several ranks, as `sum_copies` takes them; None if none do."""
+    if partition.kind == "replicate":
         return None
-    # Where the borders of all ranks' copies are, every stretch between two of them lies on all of its ranks or on none.
-    edges = sorted(cuts)
-    held: dict[tuple[int, int], set[int]] = {}
-    for r in range(world):
-        for piece in pieces(partition, shape, r, world):
-            if piece.copies > 1:
-                for start, stop in zip(edges, edges[1:], strict=False):
-                    if piece.global_slices[dim].start <= start and stop <= piece.global_slices[dim].stop:
-                        held.setdefault((start, stop), set()).add(r)
-    offsets, length = {}, 0
-    for start, stop in sorted(held):
-        offsets[start, stop] = length
-        length += stop - start
+    dim = partition.dim % len(shape)
+    held = [[p for p in pieces(partition, shape, r, world) if p.copies > 1] for r in range(world)]
+    # Copies are of whole heads: what two ranks hold of them is the same, or nothing in common.
+    slices = [piece.global_slices[dim] for of_rank in held for piece in of_rank]
+    ranges = sorted({(each.start, each.stop) for each in slices})
+    if not ranges:
+        return None
+    offsets = dict(zip(ranges, accumulate((stop - start for start, stop in ranges), initial=0), strict=False))
     runs = []
-    for piece in pieces(partition, shape, rank, world):
+    for piece in held[rank]:
         whole, local = piece.global_slices[dim], piece.local_slices[dim]
-        for (start, stop), offset in offsets.items():
-            if piece.copies > 1 and whole.start <= start and stop <= whole.stop:
-                runs.append(Run(offset, local.start + start - whole.start, stop - start))
-    return tuple(runs), length
+        runs.append(Run(offsets[whole.start, whole.stop], local.start, local.stop - local.start))
+    return tuple(runs), sum(stop - start for start, stop in ranges)
 
 
 def cut_sizes(partition: Partition, shape: Sequence[int], world: int) -> tuple[int, ...]:

@@ -1,0 +1,72 @@
+"""The end of a causal LM whose head is cut by token ids: its loss, and logits that are whole or not there at all."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from phalanx.parallel.layers import ColumnLinear
+from phalanx.parallel.loss import causal_lm_loss
+
+_CAUSAL_LOSS = "ForCausalLMLoss"
+
+
+class VocabHead:
+    """Decides in each forward whether the head's logits are joined.
+
+    They are, unless the model is training, was given labels, and computes its loss from its logits by
+    `loss_function`, which then works on each rank's share; the output then holds the loss and no logits.
+    """
+
+    def __init__(self, head: ColumnLinear, model: Any, gather_logits: bool) -> None:
+        self.head = head
+        self._gather_always = gather_logits
+        self._whole_loss = model.loss_function if computes_causal_loss(model) else None
+        if self._whole_loss is not None:
+            model.loss_function = self.loss
+        model.register_forward_pre_hook(self.before, with_kwargs=True)
+        model.register_forward_hook(self.after)
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        apart = (
+            not self._gather_always
+            and self._whole_loss is not None
+            and model.training
+            and kwargs.get("labels") is not None
+            and kwargs.get("return_dict") is not False
+            and getattr(model.config, "return_dict", True)
+        )
+        self.head.cut.gather = not apart
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.head.cut.gather:
+            return None
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+
+    def loss(self, logits: Tensor, labels: Tensor | None = None, vocab_size: int = 0, **kwargs: Any) -> Any:
+        cut = self.head.cut
+        if cut.gather and self._whole_loss is not None:
+            return self._whole_loss(logits, labels, vocab_size, **kwargs)
+        known = {name: kwargs[name] for name in _LOSS_OPTIONS if name in kwargs}
+        return causal_lm_loss(logits, labels, cut.vocab, cut.group, **known)
+
+
+_LOSS_OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")
+
+
+def computes_causal_loss(model: Any) -> bool:
+    """Whether the model's forward hands its logits to transformers' loss of a causal LM."""
+    loss = getattr(model, "loss_function", None)
+    forward = inspect.unwrap(type(model).forward)
+    return getattr(loss, "__name__", "") == _CAUSAL_LOSS and "loss_function" in forward.__code__.co_names
+
+
+def owner_of_head(model: nn.Module, head: nn.Module) -> nn.Module | None:
+    """The causal LM in `model` whose output embedding `head` is."""
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        if get is not None and get() is head:
+            return module
+    return None

@@ -1,0 +1,103 @@
+"""Cross entropy over logits whose vocabulary is cut over the ranks: no rank ever holds a whole row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.distributed.group import Group
+
+# Logits that are held in fp32 at once: they come in the model's dtype, and their exponentials would double or
+# quadruple the memory of the largest activation of a step.
+_ELEMENTS_AT_ONCE = 1 << 24
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, target: Tensor, vocab: range, group: Group, ignore_index: int = -100
+) -> Tensor:
+    """The negative log-likelihood of every target, fp32 [N] (float64 for float64 logits), 0 where it is ignored.
+
+    Args:
+        logits: [N, len(vocab)] of this rank's token ids `vocab`, any floating dtype. Computed with in fp32.
+        target: [N] int64 token ids, the same on all ranks. An id that no rank has is an error, as in PyTorch.
+    """
+    loss: Tensor = _CrossEntropy.apply(logits, target, vocab, group, ignore_index)
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, vocab: range, group: Group, ignore_index: int) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        counted = target != ignore_index
+        mine = counted & (target >= vocab.start) & (target < vocab.stop)
+        column = torch.where(mine, target - vocab.start, 0)
+        largest = group.all_reduce(_row_max(logits).to(wide), "max")
+        total = torch.cat([(part.to(wide) - m[:, None]).exp().sum(-1) for part, m in _chunks(logits, largest)])
+        if len(vocab):
+            at_target = torch.where(mine, logits.gather(-1, column[:, None])[:, 0].to(wide), 0)
+        else:
+            at_target = torch.zeros_like(total)
+        total, at_target, known = group.all_reduce(torch.stack([total, at_target, mine.to(wide)]))
+        log_sum = total.log() + largest
+        ctx.save_for_backward(logits, log_sum, column, mine, counted)
+        # A target that no rank has makes its loss NaN: an error would have to wait for the device.
+        loss = torch.where(known > 0, log_sum - at_target, float("nan"))
+        return torch.where(counted, loss, 0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        logits, log_sum, column, mine, counted = ctx.saved_tensors
+        scale = torch.where(counted, g, 0)
+        out = torch.empty_like(logits)
+        rows = 0
+        for part, m in _chunks(logits, log_sum):
+            here = slice(rows, rows := rows + len(part))
+            difference = (part.to(m.dtype) - m[:, None]).exp()
+            if part.shape[-1]:
+                difference.scatter_add_(-1, column[here, None], -mine[here, None].to(m.dtype))
+            out[here] = difference * scale[here, None]
+        return out, None, None, None, None
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab: range,
+    group: Group,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+) -> Tensor:
+    """transformers' loss of a causal LM: the mean over the counted targets, or their sum over `num_items_in_batch`.
+
+    Args:
+        logits: [batch, length, len(vocab)], this rank's share of the vocabulary.
+        labels: [batch, length]; position i is compared with label i + 1. Not needed with `shift_labels`, which are
+            compared as they stand.
+    """
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("the loss of a causal LM needs labels or shift_labels")
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target = shift_labels.reshape(-1).to(logits.device)
+    losses = vocab_parallel_cross_entropy(logits.reshape(-1, logits.shape[-1]), target, vocab, group, ignore_index)
+    if num_items_in_batch is None:
+        return losses.sum() / (target != ignore_index).sum()
+    if torch.is_tensor(num_items_in_batch):
+        num_items_in_batch = num_items_in_batch.to(losses.device)
+    return losses.sum() / num_items_in_batch
+
+
+def _row_max(logits: Tensor) -> Tensor:
+    if logits.shape[-1] == 0:
+        return logits.new_full(logits.shape[:-1], torch.finfo(logits.dtype).min)
+    return logits.amax(-1)
+
+
+def _chunks(logits: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    count = max(1, _ELEMENTS_AT_ONCE // max(1, logits.shape[-1]))
+    return list(zip(logits.split(count), rows.split(count), strict=True))
