@@ -26,6 +26,12 @@ from phalanx.distributed.group import (
     scatter_range,
 )
 
+# Their names since PyTorch 2.13, and those before.
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gather_single: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_scatter_single: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
 
 class TorchGroup(Group):
     """One rank of a process group of `torch.distributed`. Its collectives may be traced by `torch.compile`.
@@ -39,27 +45,43 @@ class TorchGroup(Group):
         self.size = process_group.size()
 
     def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
-        return _wait(functional.all_reduce(t.detach().contiguous(), op, self.process_group))
+        mine = t.detach()
+        if torch.compiler.is_compiling():
+            return functional.wait_tensor(functional.all_reduce(mine.contiguous(), op, self.process_group))
+        out = mine.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, self.process_group)
+        return out
 
     def all_gather(self, t: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         dim, sizes = gather_sizes(self, t, dim, sizes)
         mine = t.detach()
         if min(sizes) == max(sizes):
-            gathered = _wait(functional.all_gather_tensor(mine.contiguous(), 0, self.process_group))
+            gathered = self._gather_rows(mine.contiguous())
             return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
         # The back ends gather equal parts: pad to the widest, cut afterwards.
         if mine.shape[dim] < max(sizes):
             missing = [*mine.shape[:dim], max(sizes) - mine.shape[dim], *mine.shape[dim + 1 :]]
             mine = torch.cat([mine, mine.new_zeros(missing)], dim)
-        parts = _wait(functional.all_gather_tensor(mine.contiguous(), 0, self.process_group)).chunk(self.size)
+        parts = self._gather_rows(mine.contiguous()).chunk(self.size)
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, sizes, strict=True)], dim)
+
+    def _gather_rows(self, t: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return functional.wait_tensor(_gather_single(t, 0, self.process_group))
+        out = t.new_empty(self.size * t.shape[0], *t.shape[1:])
+        _gather_into(out, t, self.process_group)
+        return out
 
     def reduce_scatter(self, t: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         start, length = scatter_range(self, t, dim, sizes)
         if length * self.size != t.shape[dim] or (sizes is not None and min(sizes) != max(sizes)):
             return self.all_reduce(t).narrow(dim, start, length).contiguous()
-        mine = t.detach() if dim == 0 else torch.cat(t.detach().chunk(self.size, dim))
-        return _wait(functional.reduce_scatter_tensor(mine.contiguous(), "sum", 0, self.process_group))
+        mine = (t.detach() if dim == 0 else torch.cat(t.detach().chunk(self.size, dim))).contiguous()
+        if torch.compiler.is_compiling():
+            return functional.wait_tensor(_scatter_single(mine, "sum", 0, self.process_group))
+        out = mine.new_empty(mine.shape[0] // self.size, *mine.shape[1:])
+        _scatter_into(out, mine, dist.ReduceOp.SUM, self.process_group)
+        return out
 
     def broadcast(self, t: Tensor, src: int = 0) -> Tensor:
         check_source(self, src)
@@ -90,10 +112,6 @@ class TorchGroup(Group):
 
     def close(self) -> None:
         dist.destroy_process_group(self.process_group)
-
-
-def _wait(t: Tensor) -> Tensor:
-    return functional.wait_tensor(t)
 
 
 @dataclass(frozen=True)
