@@ -11,9 +11,10 @@ from phalanx.parallel.regions import copy_in, sum_out
 from phalanx.parallel.registry import LayoutRegistry, ParameterLayout
 
 QUERY, SHARED, HEAD = 16, 4, 4
+# The query rows are cut, the shared rows copied to all ranks.
+FUSED = Partition.column([Block(QUERY), Block(SHARED, copied=True)])
 LAYOUTS = {
-    # [query; shared]: the query rows are cut, the shared rows copied to all ranks.
-    "fused": ParameterLayout("fused", (QUERY + SHARED, 6), Partition.column([Block(QUERY), Block(SHARED, copied=True)])),
+    "fused": ParameterLayout("fused", (QUERY + SHARED, 6), FUSED),
     # Acts on each rank's heads, so a rank computes only a part of its gradient.
     "gain": ParameterLayout("gain", (HEAD,), Partition.replicate(), partial=True),
     "out": ParameterLayout("out", (3, QUERY), Partition.row()),
