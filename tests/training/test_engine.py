@@ -4,7 +4,7 @@ import pytest
 
 from tests.training.ranks import run_cases
 
-MODULES = ("tests.training.engine_cases", "tests.training.precision_cases")
+MODULES = ("tests.training.engine_cases", "tests.training.precision_cases", "tests.training.sharded_cases")
 
 
 @pytest.mark.parametrize("world", [2, 4])

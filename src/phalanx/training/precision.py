@@ -55,6 +55,10 @@ class Precision:
             return self.accumulate
         return torch.float32 if held and self.passes > 1 else self.compute
 
+    def reduce_dtype(self) -> torch.dtype | None:
+        """In which stage 3 sums over the ranks; None: in the parameters' own."""
+        return None if self.compute is None else self.accumulate or torch.float32
+
     def check(self, module: nn.Module) -> None:
         """Raises ValueError for parameters in a 16-bit dtype that the config does not enable."""
         if self.compute is not None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from phalanx.distributed.mesh import Mesh
 from phalanx.parallel.registry import LayoutRegistry
 from phalanx.training.fragments import GradientShards, trained_parameters
+from phalanx.training.fsdp import FsdpShards
 from phalanx.training.precision import Precision
 from phalanx.training.zero import FlatShards
 
@@ -67,6 +68,8 @@ def shard(
     precision: Precision,
 ) -> GradientShards:
     """Bring the parameters into the form of the ZeRO stage. With one DP rank nothing is sharded, at any stage."""
+    if config.zero.stage == 3 and mesh.dp.size > 1:
+        return FsdpShards(module, trained, mesh=mesh, registry=registry, precision=precision)
     precision.cast(module, set(trained))
     return FlatShards(
         trained,
