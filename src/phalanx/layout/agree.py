@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from phalanx.layout.decision import Decision
 from phalanx.layout.fused import ranks_without_heads
-from phalanx.layout.partition import Partition, local_shape
+from phalanx.layout.partition import Partition, pieces
 from phalanx.layout.roles import Role, Skeleton, generic
 from phalanx.layout.structure import norm_between, norm_of_each_head, wide_norm
 
@@ -19,17 +19,29 @@ def agree(model: Skeleton, decisions: Mapping[str, Decision], world: int) -> tup
     """The decisions, made to agree, and a sentence for each group that cannot."""
     result = dict(decisions)
     problems: list[str] = []
+
+    checked: set[tuple[object, ...]] = set()
+
+    def same(into: list[str], out: list[str]) -> list[str]:
+        # Layers of one kind are all alike: one of them is looked at.
+        key = tuple((model.weights[name].shape, result[name].weight) for name in (*into, *out))
+        if key in checked:
+            return []
+        checked.add(key)
+        return _same_features(model, result, into, out, world)
+
     for path, names in model.containers.items():
         into = model.with_role(names, *_INTO_ATTENTION)
         if into:
-            problems += _projections(result, into, model.with_role(names, "out"))
+            out = model.with_role(names, "out")
+            problems += _projections(result, into, out) or same(model.with_role(names, "query"), out)
             if any(result[name].splits_output for name in into):
                 problems += _inside_attention(model, result, names, world)
             else:
                 _outside(result, model.with_role(names, "head_norm", "latent"))
         else:
             into, out = model.with_role(names, *_INTO_MLP), model.with_role(names, "down")
-            problems += _projections(result, into, out) or _same_width(model, result, into, out, world)
+            problems += _projections(result, into, out) or same(into, out)
         first = next((name for name in into if result[name].splits_output), None)
         between = norm_between(model, names)
         if first is not None and between is not None:
@@ -110,29 +122,43 @@ def _outside(result: dict[str, Decision], names: Iterable[str]) -> None:
         result[name] = replace(result[name], sum_gradient=False)
 
 
-def _same_width(
+def _same_features(
     model: Skeleton, result: Mapping[str, Decision], into: Iterable[str], out: Iterable[str], world: int
 ) -> list[str]:
-    """Each rank's part of what the MLP's first projections give is what its second one reads."""
+    """Each rank's features of the projections into a module are those that its projection out of it reads."""
     for second in out:
-        wanted = _features(model, result[second], second, world)
+        weight = model.weights[second]
+        if not result[second].is_cut or result[second].split_input:
+            continue
+        size = weight.shape[result[second].weight.dim]
         for first in into:
-            given = _features(model, result[first], first, world)
-            if not result[first].splits_output or not result[second].is_cut:
+            whole = model.weights[first].shape[result[first].weight.dim] if result[first].splits_output else 0
+            copies = 2 if model.roles[first] in _INTO_MLP and whole == 2 * size else 1
+            if whole != copies * size:
                 continue
-            if given != wanted and given != [2 * size for size in wanted]:
-                return [
-                    f"{generic(first)} gives the ranks {given} features, but {generic(second)} reads {wanted}: "
-                    "their cuts do not fit each other"
-                ]
+            for rank in range(world):
+                given = _features(model, result, first, rank, world)
+                read = _features(model, result, second, rank, world)
+                read = [each + copy * size for copy in range(copies) for each in read]
+                if given != read:
+                    return [
+                        f"{generic(first)} ({result[first].source}) gives rank {rank} its features {_short(given)}, "
+                        f"but {generic(second)} ({result[second].source}) reads {_short(read)}: cut them alike"
+                    ]
     return []
 
 
-def _features(model: Skeleton, decision: Decision, name: str, world: int) -> list[int]:
-    shape, partition = model.weights[name].shape, decision.weight
-    sizes = [local_shape(partition, shape, rank, world)[partition.dim] for rank in range(world)]
-    outer = partition.view[0] if decision.style == "experts" and len(shape) == 2 else 1
-    return [size // outer for size in sizes]
+def _features(model: Skeleton, result: Mapping[str, Decision], name: str, rank: int, world: int) -> list[int]:
+    partition = result[name].weight
+    boxes = pieces(partition, model.weights[name].shape, rank, world)
+    return [i for box in boxes for i in range(*box.global_slices[partition.dim].indices(1 << 62))]
+
+
+def _short(numbers: list[int]) -> str:
+    """The numbers as runs, for people: 0..3, 8..11."""
+    starts = [n for before, n in zip([None, *numbers], numbers, strict=False) if before is None or n != before + 1]
+    ends = [n for n, after in zip(numbers, [*numbers[1:], None], strict=True) if after is None or after != n + 1]
+    return ", ".join(f"{a}..{b}" for a, b in zip(starts, ends, strict=True)) or "none"
 
 
 def _tie(model: Skeleton, result: dict[str, Decision]) -> None:

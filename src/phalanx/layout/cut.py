@@ -48,7 +48,7 @@ def _vocab(weight: Weight, rule: Rule, role: Role) -> Decision:
         )
     if rule.style == "row":
         raise ValueError(f"'row' needs an input that is cut over the ranks, but {_WHOLE_INPUT['head']}: use 'column'")
-    if weight.kind not in ("embedding", "linear"):
+    if weight.kind not in ("embedding", "linear") or role not in ("tokens", "head", "other"):
         raise ValueError("'vocab' cuts an embedding or an output head, which it is not")
     if rule.spec is not None and (rule.spec.shape is not None or rule.spec.view is not None):
         raise ValueError("an output head is cut by its vocabulary: give neither 'shape' nor 'view'")

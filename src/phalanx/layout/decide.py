@@ -17,7 +17,7 @@ from phalanx.layout.cut import cut
 from phalanx.layout.decision import Decision, Rule
 from phalanx.layout.fused import REFUSED
 from phalanx.layout.presets import preset as preset_named
-from phalanx.layout.roles import Skeleton, container, generic
+from phalanx.layout.roles import Skeleton, container, generic, parts
 from phalanx.layout.rules import LayerSpec, PartitionConfig, RuleError
 from phalanx.layout.structure import needs_whole_heads, structural
 from phalanx.layout.tp_plan import plan_problems, planned
@@ -183,8 +183,9 @@ def _unmatched(spec: LayerSpec, weights: Iterable[Weight]) -> list[str]:
 def _near_names(pattern: str, names: Sequence[str]) -> list[str]:
     """The names nearest to what a regular expression seems to spell."""
     literal = re.sub(r"\.\*\??|\.\+|\(\?:|[\^$()?]", "", pattern).replace(r"\d+", "*").replace("\\", "").strip(".")
+    literal = literal.removesuffix(".weight")
     length = literal.count(".") + 1
-    ends = {name: ".".join(name.split(".")[-length:]) for name in names}
+    ends = {name: ".".join(parts(name)[-length:]) for name in names}
     close = difflib.get_close_matches(literal, sorted(set(ends.values())), n=3, cutoff=0.6)
     return [name for end in close for name in names if ends[name] == end][:3]
 
