@@ -11,12 +11,20 @@ __version__ = "0.1.0"
 
 _HOME_OF = {
     "AsyncLLM": "phalanx.engine",
+    "DeepSpeedEngine": "phalanx.training.deepspeed",
     "EngineConfig": "phalanx.config",
     "InferenceEngine": "phalanx.engine",
     "LLM": "phalanx.engine",
     "POLICIES": "phalanx.models",
     "SamplingParams": "phalanx.engine",
+    "add_config_arguments": "phalanx.training.deepspeed",
     "build_engine": "phalanx.engine",
+    "comm": "phalanx.training",
+    "get_accelerator": "phalanx.training.accelerator",
+    "init_distributed": "phalanx.training.comm",
+    "initialize": "phalanx.training.deepspeed",
+    "set_autotp_mode": "phalanx.training.deepspeed",
+    "tp_model_init": "phalanx.training.deepspeed",
 }
 
 __all__ = ["__version__", *_HOME_OF]
@@ -26,7 +34,11 @@ def __getattr__(name: str) -> object:
     """Import a public name from the module where it lives."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}; its public names are {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    home = _HOME_OF[name]
+    # `comm` is a module; every other name is in one.
+    value = (
+        importlib.import_module(f"{home}.{name}") if name == "comm" else getattr(importlib.import_module(home), name)
+    )
     globals()[name] = value
     return value
 

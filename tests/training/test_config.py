@@ -106,6 +106,16 @@ def test_the_published_example():
     done = read(given)
     assert (done.tp_size, done.data_parallel_size, done.zero.stage, done.bf16.enabled) == (2, 2, 2, True)
     assert given == before
+    rules = done.tensor_parallel.partition_config
+    assert rules is not None and rules.layer_specs[0].shape == (3, -1)
+
+
+def test_every_fault_of_the_rules_is_told_by_its_path():
+    rules = {"layer_specs": [{"patterns": ["a"], "partition_typ": "row"}, {"patterns": ["("]}], "strict": True}
+    message = refused(with_plain({"tensor_parallel": {"autotp_size": 2, "partition_config": rules}}))
+    lines = [line for line in message.splitlines() if "tensor_parallel.partition_config: " in line]
+    assert len(lines) == 3 and "partition_typ" in message and "strict" in message
+    assert read(with_plain({"tensor_parallel": {"partition_config": {}}})).tensor_parallel.partition_config is None
 
 
 def test_sizes_of_buckets_may_be_written_with_an_exponent():

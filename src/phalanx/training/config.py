@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, StrictBool, StrictStr, ValidationError
 
 from phalanx.config import ConfigError
+from phalanx.layout.rules import PartitionConfig, RuleError
 from phalanx.training.config_text import load_config
 from phalanx.training.keys import ALIASES, AUTO_IS_DEFAULT, BLOCKS, HINTS, IMPLEMENTED, NAMES, REFUSED
 
@@ -29,6 +30,11 @@ def _number(value: Any) -> Any:
     if isinstance(value, (bool, str)):
         raise ValueError("expected a number")
     return value
+
+
+def _rules(value: Any) -> Any:
+    """The user's rules; an empty object says nothing, as for DeepSpeed."""
+    return None if value == {} else PartitionConfig.from_dict(value)
 
 
 _Int = Annotated[int, BeforeValidator(_number)]
@@ -86,7 +92,7 @@ class TensorParallelConfig(_Section):
 
     autotp_size: Annotated[_Int, Field(ge=0)] = 0
     """0 and 1: not cut."""
-    partition_config: Any = None
+    partition_config: Annotated[InstanceOf[PartitionConfig] | None, BeforeValidator(_rules)] = None
     preset_model: StrictStr | None = None
     verify: Literal["error", "warn", "off"] | None = None
     """None: "error" for rules written by hand."""
@@ -304,6 +310,9 @@ def _faults(error: ValidationError) -> list[str]:
     lines = []
     for fault in error.errors():
         name = ".".join(str(part) for part in fault["loc"])
+        if isinstance(cause := fault.get("ctx", {}).get("error"), RuleError):
+            lines += [f"{name}: {problem.removeprefix('partition_config: ')}" for problem in cause.problems]
+            continue
         lines.append(f"{name}: {fault['msg'].removeprefix('Value error, ')} (given {fault['input']!r})")
     return lines
 
