@@ -12,6 +12,7 @@ from phalanx.cli.chat import chat
 from phalanx.cli.failures import Commands
 from phalanx.cli.generate import generate
 from phalanx.cli.info import info
+from phalanx.cli.launch import launch
 from phalanx.cli.pull import pull
 
 app = typer.Typer(
@@ -47,6 +48,8 @@ app.command()(pull)
 app.command()(generate)
 app.command()(chat)
 app.command()(info)
+# What follows the script belongs to the script.
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)
 app.add_typer(bench, name="bench")
 
 
