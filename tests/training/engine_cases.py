@@ -1,4 +1,4 @@
-"""Cases for 2 and 4 ranks: what the engine trains is what a plain torch loop trains."""
+"""Cases for 2 ranks: what the engine trains is what a plain torch loop trains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.training.split_model import LAYOUTS, SplitModel
 STEPS = 8
 
 
-def _check_mlp(make_optimizer: Any, *, passes: int = 1, clip: float = 0.0, **options: Any) -> None:
+def check_mlp(make_optimizer: Any, *, passes: int = 1, clip: float = 0.0, **options: Any) -> None:
     mesh = Mesh.build()
     steps = regression(STEPS, mesh.dp.size * passes)
     expected = plain_loop(mlp(), make_optimizer, regression_loss, steps, clip=clip)
@@ -42,25 +42,25 @@ def _check_mlp(make_optimizer: Any, *, passes: int = 1, clip: float = 0.0, **opt
 
 def case_sgd_at_every_stage() -> None:
     for stage in range(3):
-        _check_mlp(sgd, stage=stage)
+        check_mlp(sgd, stage=stage)
 
 
 def case_adamw_in_groups_clipped() -> None:
     for stage in range(3):
-        _check_mlp(adamw_in_groups, stage=stage, clip=0.1)
+        check_mlp(adamw_in_groups, stage=stage, clip=0.1)
 
 
 def case_accumulation() -> None:
     for stage in range(3):
-        _check_mlp(adamw_in_groups, stage=stage, passes=4, clip=0.5)
+        check_mlp(adamw_in_groups, stage=stage, passes=4, clip=0.5)
 
 
 def case_one_large_and_many_tiny_buckets() -> None:
-    _check_mlp(sgd, stage=1, bucket=10**9)
-    _check_mlp(sgd, stage=2, bucket=1)
+    check_mlp(sgd, stage=1, bucket=10**9)
+    check_mlp(sgd, stage=2, bucket=1)
 
 
-def _check_split(tp: int, *, passes: int = 1, clip: float = 0.0, tolerance: float = 1e-5, **options: Any) -> None:
+def check_split(tp: int, *, passes: int = 1, clip: float = 0.0, tolerance: float = 1e-5, **options: Any) -> None:
     mesh = Mesh.build(tp)
     steps = regression(STEPS, mesh.dp.size * passes)
     expected = plain_loop(SplitModel(), adamw_in_groups, regression_loss, steps, clip=clip)
@@ -76,15 +76,15 @@ def _check_split(tp: int, *, passes: int = 1, clip: float = 0.0, tolerance: floa
 
 def case_norm_counts_every_element_once() -> None:
     for stage in range(3):
-        _check_split(2, stage=stage, clip=0.3)
+        check_split(2, stage=stage, clip=0.3)
 
 
 def case_tensor_parallel_accumulation() -> None:
-    _check_split(2, stage=1, passes=4, clip=0.3)
+    check_split(2, stage=1, passes=4, clip=0.3)
 
 
 def case_all_ranks_in_one_tensor_parallel_group() -> None:
-    _check_split(dist.get_world_size(), stage=2, clip=0.3)
+    check_split(dist.get_world_size(), stage=2, clip=0.3)
 
 
 def case_unused_and_frozen_parameters() -> None:

@@ -1,4 +1,4 @@
-"""Cases for 2 and 4 ranks: 16-bit parameters with fp32 master weights, and the fp16 loss scale."""
+"""Cases for 2 ranks: 16-bit parameters with fp32 master weights, and the fp16 loss scale."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def case_fp16_static_scale_cancels() -> None:
     engine.destroy()
 
 
-def _overflowing(mesh: Mesh, model: nn.Module, registry: Any, bad_rank: bool) -> None:
+def overflowing(mesh: Mesh, model: nn.Module, registry: Any, bad_rank: bool) -> None:
     """A step in which one rank's gradient is infinite is skipped by all of them, and the scale falls."""
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
     schedules: list[Any] = []
@@ -171,7 +171,7 @@ def _overflowing(mesh: Mesh, model: nn.Module, registry: Any, bad_rank: bool) ->
 def case_fp16_overflow_on_one_data_parallel_rank() -> None:
     mesh = Mesh.build()
     model = mlp()
-    _overflowing(mesh, model, None, bad_rank=mesh.dp.rank == 1)
+    overflowing(mesh, model, None, bad_rank=mesh.dp.rank == 1)
 
 
 def case_fp16_overflow_in_a_tensor_parallel_group() -> None:
@@ -179,4 +179,4 @@ def case_fp16_overflow_in_a_tensor_parallel_group() -> None:
     mesh = Mesh.build(2)
     model = SplitModel(mesh.tp)
     assert set(LAYOUTS) == {name for name, _ in model.named_parameters()}
-    _overflowing(mesh, model, model.registry, bad_rank=mesh.tp.rank == 1 and mesh.dp.rank == 0)
+    overflowing(mesh, model, model.registry, bad_rank=mesh.tp.rank == 1 and mesh.dp.rank == 0)

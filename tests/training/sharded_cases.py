@@ -1,4 +1,4 @@
-"""Cases for 2 and 4 ranks at ZeRO stage 3, and of a Llama at every stage."""
+"""Cases for 2 ranks at ZeRO stage 3, and of a Llama at every stage."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Agreement:
             raise RuntimeError(self._different_lines(lines))
         if (theirs[:, 1] != theirs[0, 1]).any():
             raise RuntimeError(
-                f"random generators of {self._mesh.device.type} differ inside a tensor-parallel group, on ranks "
+                "the states of torch's random generators differ inside a tensor-parallel group, on ranks "
                 f"{self._unlike_first(theirs[:, 1])} against rank {self._ranks()[0]}, and the model draws for dropout: "
                 "give all ranks of a TP group one seed, or turn dropout off"
             )
@@ -86,8 +86,10 @@ class Agreement:
 
     def _random_state(self) -> bytes:
         device = self._mesh.device
-        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        return state.numpy().tobytes()
+        states = [torch.get_rng_state()]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        return b"".join(state.numpy().tobytes() for state in states)
 
     def _different_lines(self, lines: list[str]) -> str:
         texts = _gather_text(self._host, "\n".join(lines))
@@ -158,7 +160,7 @@ def _fingerprint(t: Tensor, device: torch.device) -> Tensor:
         t = t.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
     words = t.flatten().to(torch.int64)
     odd = torch.arange(words.numel(), device=device, dtype=torch.int64) * 0x1E3779B97F4A7C15 + 0x3F58476D1CE4E5B9
-    mixed = words * (odd ^ (odd >> 29) | 1)
+    mixed = words * ((odd ^ (odd >> 29)) | 1)
     return mixed.sum()
 
 

@@ -18,9 +18,9 @@ class Fragment:
 
     `tensor` holds their master values (fp32 where the model computes in 16 bits; the parameter's own memory where it
     does not) and, from `GradientShards.finish` on, their gradient in `tensor.grad`. It has the shape of the shard
-    where DP ranks do not share the work, else one dimension. `count` says how much each element weighs in a sum over all
-    owners: over the TP ranks that hold copies of an element the weights add up to 1. It is one number, or a tensor of
-    the shape of `tensor` where elements differ.
+    where DP ranks do not share the work, else one dimension. `count` says how much each element weighs in a sum over
+    all owners: over the TP ranks that hold copies of an element the weights add up to 1. It is one number, or a tensor
+    of the shape of `tensor` where elements differ.
     """
 
     name: str

@@ -120,7 +120,7 @@ class FsdpShards:
 def layers(module: nn.Module) -> list[nn.Module]:
     """What is gathered at a time: the members of the outermost module lists, such as decoder layers.
 
-    A member counts if it has submodules (so that it is run by its forward) has parameters, and shares none with another one.
+    A member counts if it has submodules (so that it is run by its forward) and parameters, and shares none of them.
     """
     lists: list[nn.ModuleList] = []
     waiting = [module]
@@ -130,8 +130,8 @@ def layers(module: nn.Module) -> list[nn.Module]:
                 lists.append(child)
             else:
                 waiting.append(child)
-    members = [m for m in dict.fromkeys(chain(*lists)) if list(m.children()) and list(m.parameters())]
-    owners = Counter(id(parameter) for member in members for parameter in member.parameters())
+    members = [m for m in dict.fromkeys(chain(*lists)) if len(list(m.children())) and len(list(m.parameters()))]
+    owners = Counter(id(p) for member in members for p in member.parameters())
     owners.update(id(parameter) for parameter in _without(module, set(members)))
     return [member for member in members if all(owners[id(parameter)] == 1 for parameter in member.parameters())]
 
@@ -161,5 +161,5 @@ def _fragment(
 
 def _local(t: Tensor) -> Tensor:
     if not isinstance(t, DTensor):
-        raise RuntimeError(f"expected FSDP2's shard of a parameter, found a {type(t).__name__}: fully_shard has not run")
+        raise RuntimeError(f"expected FSDP2's shard of a parameter, found a {type(t).__name__}")
     return t.to_local()
