@@ -41,7 +41,7 @@ IMPLEMENTED: dict[str, str] = {
     "zero_optimization.gather_16bit_weights_on_model_save": "what `engine.zero_gather_16bit_weights_on_model_save()` "
     "answers (old names with `stage3_`)",
     "tensor_parallel.autotp_size": "ranks that the model is cut over; 0 and 1 are off",
-    "tensor_parallel.partition_config": "how each weight is cut; its keys are below",
+    "tensor_parallel.partition_config": "how each weight is cut, see *Rules*",
     "tensor_parallel.preset_model": "a named set of rules; an unknown name is refused (DeepSpeed falls through)",
     "tensor_parallel.tp.tp_size": "must be 1 or equal to autotp_size",
     "tensor_parallel.tp.tp_group": "must hold the ranks of the tensor-parallel group",
@@ -98,7 +98,7 @@ HINTS: dict[str, str] = {
     "checkpoint.tag_validation": "a checkpoint's tag comes from one rank",
     "checkpoint.parallel_write": "every rank writes what it holds",
     "checkpoint.writer": "which writer",
-    "checkpoint.checkpoint_serialization": "the format is always safetensors",
+    "checkpoint.checkpoint_serialization": "there is one format",
     "zero_optimization.compute_grad_norm": "the norm is always computed",
     "zero_optimization.parameter_alignment": "where parameters start in a bucket",
     "zero_optimization.contiguous_gradients": "buckets are always contiguous",
@@ -169,7 +169,7 @@ class Refusal:
         if self.switch is not None:
             return '`device: "none"`' if self.switch == "device" else f"`{self.switch}: false`"
         spelled = {False: "false", True: "true", None: "null"}
-        words = [spelled[off] if off is None or isinstance(off, bool) else f'"{off}"' for off in self.off] or ["{}"]
+        words = [spelled[off] if off is None or isinstance(off, bool) else f'"{off}"' for off in self.off] or ["null"]
         if any(isinstance(off, int) and not isinstance(off, bool) for off in self.off):
             words = [str(off) for off in self.off]
         return ", ".join(f"`{word}`" for word in words)
