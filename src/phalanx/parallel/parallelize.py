@@ -15,6 +15,7 @@ from phalanx.parallel.cut import Cutter, check_same_weights
 from phalanx.parallel.head import VocabHead, owner_of_head
 from phalanx.parallel.inventory import inventory, model_type, tied_names
 from phalanx.parallel.layers import ColumnLinear
+from phalanx.parallel.loading import load_pending
 from phalanx.parallel.registry import LayoutRegistry
 
 Verify = Literal["error", "warn", "off"]
@@ -33,9 +34,9 @@ def parallelize(
 ) -> LayoutRegistry:
     """Cut `model` over the ranks of `mesh.tp`, in place, and return how each of its parameters lies now.
 
-    Every rank passes the same whole model (on the meta device, nothing but the shapes). Parameters stay the same
-    objects and become this rank's shards, so that an optimizer built before keeps working. Modules stay instances of
-    their classes.
+    Every rank passes the same whole model, or one of `from_pretrained`, whose values are read now. Parameters stay
+    the same objects and become this rank's shards, so that an optimizer built before keeps working. Modules stay
+    instances of their classes.
 
     Args:
         config: the user's rules; without them and without `preset`, those of the model's type, its `tp_plan`, or its
@@ -55,7 +56,9 @@ def parallelize(
     """
     group = mesh.tp
     if group.size == 1:
-        return LayoutRegistry.whole(model)
+        registry = LayoutRegistry.whole(model)
+        load_pending(model, registry, mesh.device)
+        return registry
     decisions = decisions_for(model, group.size, config=config, preset=preset)
     chosen = verify or ("error" if any(decision.hand_written for decision in decisions.values()) else "off")
     if chosen != "off":
@@ -63,7 +66,7 @@ def parallelize(
 
         verify_rules(model, group, config=config, preset=preset, sequence_parallel=sequence_parallel, action=chosen)
     check_same_weights(model, group)
-    return cut_model(
+    registry = cut_model(
         model,
         group,
         decisions,
@@ -71,6 +74,8 @@ def parallelize(
         gather_logits=gather_logits,
         sum_gradients=sum_gradients,
     )
+    load_pending(model, registry, mesh.device)
+    return registry
 
 
 def decisions_for(
