@@ -110,6 +110,11 @@ def test_a_plan_is_for_those_who_give_no_rules_and_structure_fills_it_up():
     assert styles(decided(llama(), rules(*MLP), plan=plan))["mlp.up_proj"] == "column"
 
 
+def test_a_config_without_specs_is_none():
+    for empty in (rules(), rules(use_default_specs=True, tp_size=2), rules(use_default_specs=False)):
+        assert decided(llama(), empty) == decided(llama())
+
+
 def test_one_rank_cuts_nothing():
     assert set(styles(decided(llama(), rules(*ATTENTION), world=1)).values()) == {"skip"}
 
@@ -284,7 +289,8 @@ def test_row_reads_a_whole_input_where_nothing_before_it_is_cut():
         (rules(spec(r".*mlp.*", "vocab"), *ATTENTION), "an embedding or an output head, which it is not"),
         (rules(*MLP, strict_mode=True), "no matching spec for lm_head.weight, which strict_mode"),
         (rules(*MLP, tp_size=4), "says tp_size 4, but there are 2 ranks"),
-        (rules(), "2 ranks were asked for, but nothing of the model"),
+        (rules(strict_mode=True), "no matching spec for model.embed_tokens.weight"),
+        (rules(tp_size=4), "says tp_size 4, but there are 2 ranks"),
     ],
 )
 def test_faults(config, problem):
@@ -323,3 +329,63 @@ def test_specs_can_be_made_without_json():
     config = PartitionConfig((LayerSpec((r".*\.[qkv]_proj\.weight$",)), LayerSpec((r".*\.o_proj\.weight$",), "row")))
     assert config == rules(*ATTENTION)
     assert styles(decided(llama(), config))["self_attn.k_proj"] == "column"
+
+
+def adapted(weights, rank=2):
+    """The weights as PEFT names them, with a low-rank adapter beside each projection."""
+    result = []
+    for weight in weights:
+        name = f"base_model.model.{weight.name}"
+        if weight.kind != "linear" or "lm_head" in name:
+            result.append(Weight(name, weight.shape, weight.kind, weight.has_bias, weight.attention))
+            continue
+        module = name.removesuffix(".weight")
+        out, ins = weight.shape
+        for part, shape in {
+            "base_layer": (out, ins),
+            "lora_A.default": (rank, ins),
+            "lora_B.default": (out, rank),
+        }.items():
+            result.append(Weight(f"{module}.{part}.weight", shape, "linear", False, weight.attention))
+    return result
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"plan": {"layers.*.self_attn.q_proj": "colwise"}}, {"config": rules(*ATTENTION, *MLP)}, {"preset": "llama"}],
+)
+def test_adapters_are_cut_as_the_weights_that_they_change(options):
+    """Column: factor B is cut as the weight, A is whole. Row: A is cut as the weight, B is whole."""
+    whole = decided(llama(), **options)
+    decisions = decided(adapted(llama()), **options)
+    for module in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "self_attn.o_proj", "mlp.down_proj"):
+        base = whole[f"{LAYER}.{module}.weight"]
+        parts = [
+            decisions[f"base_model.model.{LAYER}.{module}.{part}.weight"]
+            for part in ("base_layer", "lora_A.default", "lora_B.default")
+        ]
+        cut, kept = (parts[1], parts[2]) if base.style == "row" else (parts[2], parts[1])
+        assert parts[0].weight == cut.weight == base.weight and cut.style == base.style
+        assert kept.style == "skip" and not kept.sum_gradient
+
+
+def test_a_vision_tower_with_other_heads_stays_whole():
+    path = "vision.layers.0.self_attn"
+    sizes = {"q_proj": (24, 6), "k_proj": (24, 6), "v_proj": (24, 6), "out_proj": (6, 24)}
+    tower = [Weight(f"{path}.{name}.weight", size, "linear", attention=SHAPE) for name, size in sizes.items()]
+    decisions = decided([*llama(), *tower])
+    assert {decisions[each.name].style for each in tower} == {"skip"}
+    assert decisions[f"{LAYER}.self_attn.q_proj.weight"].style == "column"
+    config = rules(spec(r"vision.*\.[qkv]_proj"), spec(r"vision.*\.out_proj", "row"))
+    assert "24 output features, but 2 KV heads of 2" in problems([*llama(), *tower], config)[0]
+
+
+def test_unknown_heads_must_divide():
+    weights = [Weight(w.name, w.shape, w.kind) for w in llama() if "self_attn" in w.name]
+    assert decided(weights, rules(*ATTENTION))[f"{LAYER}.self_attn.k_proj.weight"].style == "column"
+    assert "its heads are not known" in problems(weights, rules(*ATTENTION), world=3)[0]
+
+
+def test_a_value_a_head_inside_a_cut_attention_is_refused():
+    sink = Weight(f"{LAYER}.self_attn.sinks", (4,), "other", attention=SHAPE)
+    assert "holds a value a head" in problems([*llama(), sink], rules(*ATTENTION))[0]

@@ -108,6 +108,15 @@ def test_shapes_that_the_weight_cannot_have(spec, out, problem):
         rows_of(spec, out, 2)
 
 
+def test_thirds_are_not_q_k_and_v_of_grouped_heads():
+    """The shape that a rule for Phi-3 often gives, which holds only if there are as many KV heads as query heads."""
+    weight = Weight("layers.0.self_attn.qkv_proj.weight", (12, 3), "linear", attention=AttentionShape(4, 1, 2))
+    with pytest.raises(ValueError, match=r"4, 4, 4 features .* are 8, 2, 2 .* declare shape \[\[8, 2, 2\], -1\]"):
+        declared_cut(weight, LayerSpec(("x",), shape=(3, -1)))
+    right = declared_cut(weight, LayerSpec(("x",), shape=((8, 2, 2), -1)))
+    assert shard(torch.arange(12).unsqueeze(1), right, 1, 2)[:, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
 def test_cuts_between_experts_are_refused():
     weight = Weight("mlp.experts.gate_up_proj", (2, 4, 3), "experts")
     with pytest.raises(ValueError, match="expert parallelism"):

@@ -1,4 +1,4 @@
-"""How a logical tensor is cut over ranks and put together again. Integers and tensors only."""
+"""How a logical tensor is cut over ranks and put together again, and by which rule. Integers and tensors only."""
 
 from phalanx.layout.decide import decide
 from phalanx.layout.decision import Decision

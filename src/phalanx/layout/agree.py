@@ -8,7 +8,7 @@ from dataclasses import replace
 from phalanx.layout.decision import Decision
 from phalanx.layout.fused import ranks_without_heads
 from phalanx.layout.partition import Partition, pieces
-from phalanx.layout.roles import Role, Skeleton, generic
+from phalanx.layout.roles import Role, Skeleton, generic, in_attention, parts
 from phalanx.layout.structure import norm_between, norm_of_each_head, wide_norm
 
 _INTO_ATTENTION: tuple[Role, ...] = ("query", "key", "value", "qkv", "expand")
@@ -20,6 +20,7 @@ def agree(model: Skeleton, decisions: Mapping[str, Decision], world: int) -> tup
     result = dict(decisions)
     problems: list[str] = []
 
+    cut: set[str] = set()
     checked: set[tuple[object, ...]] = set()
 
     def same(into: list[str], out: list[str]) -> list[str]:
@@ -50,7 +51,9 @@ def agree(model: Skeleton, decisions: Mapping[str, Decision], world: int) -> tup
                 "ranks: leave this module whole"
             )
         if first is not None:
-            _inside(model, result, path)
+            cut.add(path)
+            problems += _undealt(model, result, names, world)
+    _inside(model, result, cut)
     _tie(model, result)
     return result, problems
 
@@ -109,12 +112,32 @@ def _inside_attention(model: Skeleton, result: dict[str, Decision], names: Itera
     return problems
 
 
-def _inside(model: Skeleton, result: dict[str, Decision], path: str) -> None:
+def _undealt(model: Skeleton, result: Mapping[str, Decision], names: Iterable[str], world: int) -> list[str]:
+    """What in a cut attention depends on heads that no rule deals out."""
+    problems = []
+    for name in names:
+        weight, decision = model.weights[name], result[name]
+        if not in_attention(weight):
+            continue
+        size = weight.shape[decision.weight.dim]
+        if weight.attention is None and decision.is_cut and size % world:
+            problems.append(
+                f"{generic(name)} ({decision.source}): its heads are not known, and its {size} features do not divide "
+                f"over {world} ranks"
+            )
+        heads = weight.attention.num_heads if weight.attention is not None else 0
+        if weight.kind == "other" and model.roles[name] == "other" and weight.shape == (heads,):
+            problems.append(f"{generic(name)} holds a value a head, which cannot be cut: leave this attention whole")
+    return problems
+
+
+def _inside(model: Skeleton, result: dict[str, Decision], cut: set[str]) -> None:
     """Small parameters inside a cut module, such as those of an activation: each rank has a part of their gradient."""
-    for inner, names in model.containers.items():
-        for name in names if inner.startswith(f"{path}.") else ():
-            if model.weights[name].kind == "other" and len(model.weights[name].shape) < 2:
-                result[name] = replace(result[name], sum_gradient=True)
+    for name, weight in model.weights.items():
+        path = parts(name)
+        inside = any(".".join(path[:end]) in cut for end in range(1, len(path) - 1))
+        if weight.kind == "other" and len(weight.shape) < 2 and inside:
+            result[name] = replace(result[name], sum_gradient=True)
 
 
 def _outside(result: dict[str, Decision], names: Iterable[str]) -> None:

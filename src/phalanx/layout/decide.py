@@ -17,7 +17,7 @@ from phalanx.layout.cut import cut
 from phalanx.layout.decision import Decision, Rule
 from phalanx.layout.fused import REFUSED
 from phalanx.layout.presets import preset as preset_named
-from phalanx.layout.roles import Skeleton, container, generic, parts
+from phalanx.layout.roles import Skeleton, adapter_factor, container, generic, parts, plain
 from phalanx.layout.rules import LayerSpec, PartitionConfig, RuleError
 from phalanx.layout.structure import needs_whole_heads, structural
 from phalanx.layout.tp_plan import plan_problems, planned
@@ -38,7 +38,7 @@ def decide(
 
     weights     every parameter that could be cut, norms and routers included.
     model_type  the `model_type` of the Hugging Face config.
-    config      the user's own rules; `preset` the name of a preset.
+    config      the user's own rules, as if not given if they have no layer_specs; `preset` the name of a preset.
     tp_plan     the model's Hugging Face plan, used only without the two.
     tied        {further name: name} of parameters that are one.
 
@@ -52,12 +52,17 @@ def decide(
     kind = model_type.lower() if model_type is not None else None
     if kind is not None and kind in REFUSED:
         raise RuleError([f"models of type {model_type!r} cannot be cut: {REFUSED[kind]}"])
-    if config is not None or preset is not None:
-        rules, problems = _explicit(model, kind, config, preset, world)
+    if preset is not None or (config is not None and (config.layer_specs or config.strict_mode)):
+        rules, problems = _explicit(model, kind, config or PartitionConfig(), preset)
     else:
         rules, problems = _automatic(model, kind, tp_plan or {})
+    if config is not None and config.tp_size not in (None, 1, world):
+        problems.append(f"partition_config says tp_size {config.tp_size}, but there are {world} ranks: drop it")
     decisions: dict[str, Decision] = {}
     for name, rule in rules.items():
+        if adapter_factor(name) is not None and model.roles[name] in ("latent", "other"):
+            # What the rule says of the weight holds for the other factor of its adapter.
+            rule = Rule("skip", rule.source, hand_written=rule.hand_written)
         try:
             decisions[name] = cut(model.weights[name], rule, model)
         except ValueError as error:
@@ -102,12 +107,9 @@ def _automatic(model: Skeleton, family: str | None, plan: Mapping[str, str]) -> 
 
 
 def _explicit(
-    model: Skeleton, model_type: str | None, config: PartitionConfig | None, preset: str | None, world: int
+    model: Skeleton, model_type: str | None, config: PartitionConfig, preset: str | None
 ) -> tuple[dict[str, Rule], list[str]]:
     problems: list[str] = []
-    config = PartitionConfig() if config is None else config
-    if config.tp_size not in (None, 1, world):
-        problems.append(f"partition_config says tp_size {config.tp_size}, but there are {world} ranks: drop it")
     named = None
     if preset is not None:
         try:
@@ -152,7 +154,7 @@ def _first_match(
     specs: Iterable[tuple[str, LayerSpec, bool]], weight: Weight
 ) -> tuple[str, LayerSpec, bool, str] | None:
     for label, spec, own in specs:
-        pattern = spec.matching(weight.name) if _may_name(spec, weight) else None
+        pattern = spec.matching(plain(weight.name)) if _may_name(spec, weight) else None
         if pattern is not None:
             return label, spec, own, pattern
     return None
@@ -165,11 +167,11 @@ def _may_name(spec: LayerSpec, weight: Weight) -> bool:
 
 def _unmatched(spec: LayerSpec, weights: Iterable[Weight]) -> list[str]:
     candidates = [weight for weight in weights if _may_name(spec, weight)]
-    names = sorted({generic(weight.name) for weight in candidates})
+    names = sorted({generic(plain(weight.name)) for weight in candidates})
     problems = []
     for pattern in spec.patterns:
         single = LayerSpec((pattern,))
-        if not any(single.matching(weight.name) for weight in candidates):
+        if not any(single.matching(plain(weight.name)) for weight in candidates):
             close = _near_names(pattern, names)
             hint = (
                 f"the nearest are {', '.join(close)}"

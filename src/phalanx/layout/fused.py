@@ -91,10 +91,27 @@ def attention_cut(weight: Weight, what: Role) -> Partition:
     shape = weight.attention
     if shape is None:
         raise ValueError("the heads of its attention are not known")
+    if not heads_fit(weight, what):
+        raise ValueError(
+            f"it has {weight.out_features} output features, but {shape.num_kv_heads} KV heads of {shape.head_dim}"
+        )
     if what == "out":
         return Partition.row([query_heads_cut(weight.in_features, shape)], dim=weight.in_dim)
     block = kv_heads_cut if what in ("key", "value") else query_heads_cut
     return Partition.column([block(weight.out_features, shape)], dim=weight.out_dim)
+
+
+def heads_fit(weight: Weight, what: Role) -> bool:
+    """Whether the weight's heads are known, and can be those of this projection.
+
+    The heads of a text model are not those of a vision tower beside it.
+    """
+    shape = weight.attention
+    if shape is None:
+        return False
+    if what in ("key", "value"):
+        return weight.out_features == shape.num_kv_heads * (shape.head_dim if what == "key" else shape.value_dim)
+    return True
 
 
 def ranks_without_heads(shape: AttentionShape, world: int) -> list[int]:

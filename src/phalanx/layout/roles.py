@@ -44,11 +44,23 @@ _TOKENS = (
     "token_embedding", "shared",
 )  # fmt: skip
 _HEADS = ("lm_head", "embed_out", "output_layer")
+_ADAPTER = re.compile(r"\.(base_layer|lora_(?P<factor>[AB])\.[^.]+)(?=\.weight$)")
+
+
+def plain(name: str) -> str:
+    """The name without what PEFT adds: the weight that an adapter changes, for each of the adapter's two factors."""
+    return _ADAPTER.sub("", name).removeprefix("base_model.model.")
+
+
+def adapter_factor(name: str) -> str | None:
+    """ "A" [rank, in] or "B" [out, rank] for a factor of a low-rank adapter, None for a weight of the model."""
+    found = _ADAPTER.search(name)
+    return found.group("factor") if found is not None else None
 
 
 def parts(name: str) -> list[str]:
     """The dotted parts of the module that a weight belongs to."""
-    return name.removesuffix(".weight").split(".")
+    return plain(name).removesuffix(".weight").split(".")
 
 
 def generic(name: str) -> str:
@@ -74,7 +86,21 @@ def container(weight: Weight) -> str:
 
 
 def role(weight: Weight, head_patterns: Sequence[str] = ()) -> Role:
-    """What the weight is for, "other" where its name does not tell."""
+    """What the weight is for, "other" where its name does not tell.
+
+    Of the two factors of an adapter, one has the role of the weight that it changes; what lies between them is a small
+    latent that every rank has whole.
+    """
+    factor, base = adapter_factor(weight.name), _base_role(weight, head_patterns)
+    if factor is None:
+        return base
+    if base in ("tokens", "head", "router", "other"):
+        return "other"
+    reads_parts = base in ("out", "down")
+    return base if (factor == "A") == reads_parts else "latent"
+
+
+def _base_role(weight: Weight, head_patterns: Sequence[str]) -> Role:
     path = parts(weight.name)
     leaf = path[-1]
     if weight.kind == "embedding":
@@ -83,7 +109,9 @@ def role(weight: Weight, head_patterns: Sequence[str] = ()) -> Role:
         # StableLM holds one norm a head: q_layernorm.norms.3.
         norm = next((part for part in path[:-1] if _ATTENTION.get(part) == "head_norm"), None)
         return _ATTENTION.get(norm or leaf, "other")
-    if weight.kind == "linear" and (leaf in _HEADS or any(pattern in leaf for pattern in head_patterns)):
+    if weight.kind == "linear" and (
+        leaf in _HEADS or path == ["output"] or any(pattern in leaf for pattern in head_patterns)
+    ):
         return "head"
     if leaf == "dense" and path[-2:-1] == ["intermediate"]:
         return "up"

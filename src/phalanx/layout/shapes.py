@@ -61,8 +61,15 @@ def _blocks(weight: Weight, view: Sequence[int], axis: int, sizes: Sequence[int]
         return plain
     if len(sizes) == 3 and len(view) == 1:
         whole = attention_blocks(heads.num_heads, heads.num_kv_heads, heads.head_dim, v_head_dim=heads.v_head_dim)
-        if [block.size for block in whole] == list(sizes):
+        expected = [block.size for block in whole]
+        if expected == list(sizes):
             return whole
+        if role(weight) == "qkv":
+            raise ValueError(
+                f"three sub-parameters of {', '.join(map(str, sizes))} features cannot be Q, K and V, which are "
+                f"{', '.join(map(str, expected))} ({heads.num_heads} query and {heads.num_kv_heads} KV heads): "
+                f"declare shape {[expected, -1]}, or leave 'shape' out"
+            )
     if len(sizes) > 1:
         whole_heads = [heads.head_dim if each % heads.head_dim == 0 else 1 for each in sizes]
         return [Block(each, unit) for each, unit in zip(sizes, whole_heads, strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from phalanx.layout.decision import Rule
-from phalanx.layout.fused import QKV_ORDERS
+from phalanx.layout.fused import QKV_ORDERS, heads_fit
 from phalanx.layout.roles import Skeleton, generic, parts
 
 _SOURCE = "structure"
@@ -51,7 +51,7 @@ def _attention_problem(model: Skeleton, names: tuple[str, ...], family: str | No
     unknown += filter(None, [norm_between(model, names)])
     if unknown:
         return f"{generic(unknown[0])} is not understood"
-    if any(model.weights[name].attention is None for name in names):
+    if not all(heads_fit(model.weights[name], model.roles[name]) for name in names):
         return "the heads of this attention are not known"
     roles = {model.roles[name] for name in names}
     if "qkv" in roles and (family or "") not in QKV_ORDERS:
@@ -107,8 +107,12 @@ def norm_between(model: Skeleton, names: Iterable[str]) -> str | None:
 
 
 def _is_mlp(model: Skeleton, names: tuple[str, ...]) -> bool:
-    understood = all(
-        model.roles[name] in ("up", "gate_up", "down", "router") or model.weights[name].kind == "norm" for name in names
+    roles = ("up", "gate_up", "down", "router", "latent")
+    understood = all(model.roles[name] in roles or model.weights[name].kind == "norm" for name in names)
+    out = {tuple(parts(name)) for name in model.with_role(names, "down")}
+    return (
+        understood
+        and norm_between(model, names) is None
+        and bool(model.with_role(names, "up", "gate_up"))
+        and len(out) == 1
     )
-    understood = understood and norm_between(model, names) is None
-    return understood and bool(model.with_role(names, "up", "gate_up")) and len(model.with_role(names, "down")) == 1
