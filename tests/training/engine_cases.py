@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -242,3 +243,75 @@ def case_misuse_is_refused() -> None:
     engine.destroy()
     with pytest.raises(RuntimeError, match="destroyed"):
         engine.backward(regression_loss(engine, batch))
+
+
+def case_fragments_tile_every_parameter() -> None:
+    """Over the DP ranks every element has one owner; what an owner writes there reaches all ranks."""
+    mesh = Mesh.build()
+    for stage in (1, 3):
+        engine = engine_for(mlp(), sgd, mesh, stage=stage)
+        shapes = {name: tuple(t.shape) for name, t in engine.module_state_dict().items()}
+        mine = [(f.name, f.start, f.stop) for f in engine.fragments]
+        everyone: list[Any] = [None] * mesh.dp.size
+        dist.all_gather_object(everyone, mine, group=mesh.dp_process_group)
+        for name, shape in shapes.items():
+            spans = sorted(span[1:] for each in everyone for span in each if span[0] == name)
+            assert [*(start for start, _ in spans), math.prod(shape)] == [0, *(stop for _, stop in spans)], name
+        with torch.no_grad():
+            for fragment in engine.fragments:
+                fragment.tensor.copy_(torch.arange(fragment.start, fragment.stop).view(fragment.tensor.shape))
+        engine.refresh_parameters()
+        for name, parameter in engine.module_state_dict().items():
+            assert torch.equal(parameter.flatten(), torch.arange(parameter.numel()).float()), name
+        engine.destroy()
+
+
+def case_two_engines_of_different_meshes() -> None:
+    """In float64, to 1e-12: one cut over the ranks and one beside it that is not."""
+
+    def loss_of(model: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0].double()), batch[1].double())
+
+    steps = regression(STEPS, 2)
+    split, plain = Mesh.build(2), Mesh.build()
+    model = SplitModel(split.tp).double()
+    first = engine_for(model, sgd, split, registry=model.registry, stage=1, passes=2)
+    second = engine_for(SplitModel().double(), sgd, plain, stage=1)
+    cut, whole = engine_loop(first, loss_of, steps), engine_loop(second, loss_of, steps)
+    for name, layout in LAYOUTS.items():
+        whole.parameters[name] = shard(whole.parameters[name], layout.partition, split.tp.rank, split.tp.size)
+    cut.losses, whole.losses = [], []  # those of engine_loop are fp32
+    assert_same(cut, whole, 1e-12)
+    first.destroy()
+    second.destroy()
+
+
+def case_compiled() -> None:
+    mesh = Mesh.build()
+    steps = regression(STEPS, mesh.dp.size)
+    expected = plain_loop(mlp(), sgd, regression_loss, steps)
+    for stage in (1, 3):
+        engine = engine_for(mlp(), sgd, mesh, stage=stage)
+        engine.compile("aot_eager", {"dynamic": False})
+        assert_same(engine_loop(engine, regression_loss, steps), expected)
+        engine.destroy()
+
+
+def case_changes_after_setup_are_refused() -> None:
+    mesh = Mesh.build()
+    batch = regression(1, 1)[0][0]
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    engine = engine_for(model, sgd, mesh, stage=1)
+    model[0].weight.requires_grad_(True)
+    engine.backward(regression_loss(engine, batch))
+    with pytest.raises(RuntimeError, match=r"now require a gradient, the first is 0\.weight"):
+        engine.step()
+    engine.destroy()
+    engine = engine_for(model := mlp(), sgd, mesh, stage=1)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    engine.backward(regression_loss(engine, batch))
+    with pytest.raises(RuntimeError, match="has left its bucket"):
+        engine.step()
+    engine.destroy()

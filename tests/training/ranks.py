@@ -1,8 +1,8 @@
 """Runs the cases of modules on gloo ranks, all of them in one start a world size.
 
-A case is a function of no arguments called `case_...` for two ranks, `grid_...` for four; every rank runs every case, in the order of the modules. A case
-that fails on one rank may leave the others waiting: they time out and fail as well. Cases make their own groups, so
-those that follow are not touched.
+A case is a function of no arguments called `case_...` for two ranks, `grid_...` for four; every rank runs every one, in
+the order of the modules. One that fails on one rank may leave the others waiting: they time out and fail as well. Cases
+make their own groups, so those that follow are not touched.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from phalanx.distributed.group import Group, SoloGroup
 from phalanx.distributed.mesh import Mesh, TorchGroup
 
+# Any odd numbers would do: multiplied by one of them, integers modulo 2^64 stay distinct.
+_ODD = 0x1E3779B97F4A7C15
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -33,13 +35,13 @@ class Agreement:
         self._module = module
         self._mesh = mesh
         self._host = _host_group(mesh)
-        self._seen: list[tuple[str, Tensor]] = []
-        self._draws = False
+        self._seen: dict[str, Tensor] = {}
+        self._dropout = False
         self.refresh()
 
     def refresh(self) -> None:
-        """Look again whether the model draws random numbers: after its mode or a dropout rate has changed."""
-        self._draws = self._module.training and any(_drops(module) for module in self._module.modules())
+        """Look again whether the model draws random numbers in training: after a dropout rate has changed."""
+        self._dropout = any(_drops(module) for module in self._module.modules())
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises RuntimeError, on every rank of the group, where structure, shapes or random state differ."""
@@ -47,7 +49,7 @@ class Agreement:
             return
         found = list(_walk(args, kwargs))
         lines = [f"{path}: {text}" for path, text, _ in found]
-        random = self._random_state() if self._draws else b""
+        random = self._random_state() if self._dropout and self._module.training else b""
         mine = torch.tensor([[_hash("\n".join(lines).encode()), _hash(random)]])
         theirs = self._host.all_gather(mine)
         if (theirs[:, 0] != theirs[0, 0]).any():
@@ -59,19 +61,22 @@ class Agreement:
                 "give all ranks of a TP group one seed, or turn dropout off"
             )
         if self._module.training and torch.is_grad_enabled():
-            self._seen += [(path, _fingerprint(t, self._mesh.device)) for path, _, t in found if t is not None]
+            for path, _, tensor in found:
+                if tensor is not None:
+                    mark = _fingerprint(tensor, self._mesh.device)
+                    self._seen[path] = self._seen[path] * _ODD + mark if path in self._seen else mark
 
     def before_update(self) -> None:
         """Raises RuntimeError, on every rank of the group, if any tensor of any forward since the last call differs."""
-        seen, self._seen = self._seen, []
+        seen, self._seen = self._seen, {}
         if self._mesh.tp.size == 1 or not seen:
             return
-        mine = torch.stack([mark for _, mark in seen])
+        mine = torch.stack(list(seen.values()))
         theirs = self._mesh.tp.all_gather(mine[None])
         differs = (theirs != theirs[0]).cpu()
         if not differs.any():
             return
-        names = list(dict.fromkeys(path for (path, _), bad in zip(seen, differs.any(0).tolist(), strict=True) if bad))
+        names = [path for path, bad in zip(seen, differs.any(0).tolist(), strict=True) if bad]
         ranks = self._unlike_first(differs.any(1))
         raise RuntimeError(
             f"inputs differ inside a tensor-parallel group: {', '.join(names)} on ranks {ranks} is not what rank "
@@ -159,7 +164,7 @@ def _fingerprint(t: Tensor, device: torch.device) -> Tensor:
     if t.is_floating_point():
         t = t.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
     words = t.flatten().to(torch.int64)
-    odd = torch.arange(words.numel(), device=device, dtype=torch.int64) * 0x1E3779B97F4A7C15 + 0x3F58476D1CE4E5B9
+    odd = torch.arange(words.numel(), device=device, dtype=torch.int64) * _ODD + 0x3F58476D1CE4E5B9
     mixed = words * ((odd ^ (odd >> 29)) | 1)
     return mixed.sum()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -80,6 +81,7 @@ class TrainingEngine:
         make_equal(module, trained, mesh)
         self._shards = shard(module, trained, config=config, mesh=mesh, registry=registry, precision=precision)
         self._measure = GradientNorm(self._shards.fragments, mesh, sharded=self._shards.sharded)
+        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._update: OwnedStep | None = None
         if optimizer is not None:
             repoint(optimizer, groups, self._shards.fragments)
@@ -113,7 +115,8 @@ class TrainingEngine:
         factor = self.loss_scaler.scale / (self.gradient_accumulation_steps() if scale_wrt_gas else 1)
         self._shards.begin(reduce=self._syncing and self.is_gradient_accumulation_boundary())
         try:
-            (loss if factor == 1 else loss * factor).backward(retain_graph=retain_graph)
+            wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+            (wide if factor == 1 else wide * factor).backward(retain_graph=retain_graph)
             self._shards.end()
         except BaseException:
             self.zero_grad()
@@ -135,6 +138,7 @@ class TrainingEngine:
             return
         if not self._has_gradients:
             raise RuntimeError("step() without a backward pass: call engine.backward(loss) first")
+        self._check_frozen()
         self._agreement.before_update()
         self._shards.finish()
         scale = self._shards.scale / self.loss_scaler.scale
@@ -266,6 +270,14 @@ class TrainingEngine:
         if self._update is not None:
             self._update.release()
             self._update = None
+
+    def _check_frozen(self) -> None:
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"{len(thawed)} parameters were frozen when the engine was made and now require a gradient, the first is "
+                f"{thawed[0]}: they would not be trained. Set requires_grad before, or make a new engine"
+            )
 
     def _training(self) -> OwnedStep:
         if self._update is None:

@@ -44,7 +44,7 @@ class FlatShards:
         precision: Precision,
         bucket_size: int,
     ) -> None:
-        parameters = dict(parameters)
+        self._parameters = parameters = dict(parameters)
         self.sharded = stage > 0 and mesh.dp.size > 1
         self.scale = 1 / mesh.dp.size
         self._every_pass = stage == 2
@@ -112,6 +112,13 @@ class FlatShards:
 
     @torch.no_grad()
     def publish(self) -> None:
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                if self._parameters[slot.name].data_ptr() != slot.view(bucket.params).data_ptr():
+                    raise RuntimeError(
+                        f"{slot.name} has left its bucket, so the update cannot reach it: the model was moved or cast "
+                        "after the engine was made. Do that before"
+                    )
         for work in [bucket.publish() for bucket in self._buckets]:
             if work is not None:
                 work.wait()
@@ -130,13 +137,13 @@ class FlatShards:
         for handle in self._handles:
             handle.remove()
         self.discard()
-        self._handles, self._buckets, self.fragments, self._views = [], [], [], []
+        self._parameters, self._handles, self._buckets, self.fragments, self._views = {}, [], [], [], []
 
     def _hook(self, number: int, index: int) -> Any:
         def take(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                self._arrived(number, index, gradient)
+                self._arrived(number, index, gradient.to_dense() if gradient.is_sparse else gradient)
 
         return take
 
