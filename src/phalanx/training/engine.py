@@ -275,8 +275,8 @@ class TrainingEngine:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
             raise RuntimeError(
-                f"{len(thawed)} parameters were frozen when the engine was made and now require a gradient, the first is "
-                f"{thawed[0]}: they would not be trained. Set requires_grad before, or make a new engine"
+                f"{len(thawed)} parameters were frozen when the engine was made and now require a gradient, the first "
+                f"is {thawed[0]}: they would not be trained. Set requires_grad before, or make a new engine"
             )
 
     def _training(self) -> OwnedStep:

@@ -79,9 +79,7 @@ class FsdpShards:
     def finish(self) -> None:
         for fragment in self.fragments:
             gradient = self._parameters[fragment.name].grad
-            fragment.tensor.grad = (
-                torch.zeros_like(fragment.tensor) if gradient is None else _local(gradient).flatten()
-            )
+            fragment.tensor.grad = torch.zeros_like(fragment.tensor) if gradient is None else _local(gradient).flatten()
         partial = [f.tensor.grad for f in self.fragments if f.name in self._partial and f.tensor.grad is not None]
         if partial:
             summed = self._mesh.tp.all_reduce(torch.cat(partial))
