@@ -164,9 +164,11 @@ def test_an_unknown_fused_layout_is_not_guessed():
     assert decisions["h.0.mlp.fc1.weight"].style == "column"
 
 
-def test_what_is_not_understood_keeps_attention_whole_in_all_layers():
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_what_is_not_understood_keeps_attention_whole_in_all_layers(with_plan):
     sink = Weight("model.layers.1.self_attn.sinks", (4,), "other", attention=SHAPE)
-    decisions = decided([*llama(layers=2), sink])
+    plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.sinks": "colwise"} if with_plan else None
+    decisions = decided([*llama(layers=2), sink], plan=plan)
     assert decisions[f"{LAYER}.self_attn.q_proj.weight"].style == "skip"
     assert "self_attn.sinks is not understood" in decisions[f"{LAYER}.self_attn.q_proj.weight"].source
     assert decisions[f"{LAYER}.mlp.up_proj.weight"].style == "column"
@@ -236,6 +238,23 @@ def test_a_users_skip_keeps_tied_weights_whole():
     config = rules(spec(r".*embed_tokens", "skip"), spec(r"lm_head"), *MLP)
     decisions = decided(llama(), config, tied=TIED)
     assert decisions["lm_head.weight"].style == decisions["model.embed_tokens.weight"].style == "skip"
+
+
+def test_a_head_that_shares_its_bias_stays_whole():
+    weights = [
+        Weight("bert.embeddings.word_embeddings.weight", (VOCAB, HIDDEN), "embedding"),
+        Weight("bert.mlp.up_proj.weight", (6, HIDDEN), "linear"),
+        Weight("bert.mlp.down_proj.weight", (HIDDEN, 6), "linear"),
+    ]
+    tied = {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+    decisions = decided(weights, tied=tied)
+    assert decisions["cls.predictions.decoder.weight"].style == "skip"
+    assert decisions["bert.embeddings.word_embeddings.weight"].style == "skip"
+    del tied["cls.predictions.decoder.bias"]
+    assert decided(weights, tied=tied)["cls.predictions.decoder.weight"].style == "vocab"
 
 
 def test_an_output_head_is_cut_by_the_vocabulary():

@@ -19,7 +19,7 @@ from phalanx.layout.fused import REFUSED
 from phalanx.layout.presets import preset as preset_named
 from phalanx.layout.roles import Skeleton, adapter_factor, container, generic, parts, plain
 from phalanx.layout.rules import LayerSpec, PartitionConfig, RuleError
-from phalanx.layout.structure import needs_whole_heads, structural
+from phalanx.layout.structure import needs_whole_heads, not_understood, structural
 from phalanx.layout.tp_plan import plan_problems, planned
 from phalanx.layout.weight import Weight
 
@@ -82,9 +82,10 @@ def decide(
 
 def _automatic(model: Skeleton, family: str | None, plan: Mapping[str, str]) -> tuple[dict[str, Rule], list[str]]:
     rules = structural(model, family)
+    strange = {generic(path) for path, names in model.containers.items() if not_understood(model, names) is not None}
     for name, weight in model.weights.items():
         found = planned(plan, weight)
-        if found is None:
+        if found is None or generic(container(weight)) in strange:
             continue
         text, style = found
         gather, split = style.gather_output, style.split_input

@@ -26,6 +26,8 @@ _ATTENTION: Mapping[str, Role] = {
     **dict.fromkeys(("query_key_value", "qkv_proj", "Wqkv", "c_attn", "W_pack", "wqkv", "qkv"), "qkv"),
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"), "latent"),
     "kv_b_proj": "expand",
+    # Gates of what attention gives, laid out by query heads.
+    **dict.fromkeys(("gate_proj", "g_proj"), "query"),
     **dict.fromkeys(("o_proj", "out_proj", "dense", "c_proj", "wo", "o", "Wo", "out_lin"), "out"),
     **dict.fromkeys(
         ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm", "q_ln", "k_ln"),
@@ -141,10 +143,19 @@ class Skeleton:
             for name in pair:
                 if "tokens" in pair_roles and name in by_name and by_name[name].kind == "linear":
                     self.roles[name] = "head"
+        self._keep_heads_with_shared_biases()
         held: dict[str, list[str]] = {}
         for name, weight in by_name.items():
             held.setdefault(container(weight), []).append(name)
         self.containers = {path: tuple(names) for path, names in held.items()}
+
+    def _keep_heads_with_shared_biases(self) -> None:
+        """BERT's output head shares its bias with a module that adds none: such a head is not cut, nor what is tied."""
+        for bias in (name for pair in self.ties for name in pair if name.endswith(".bias")):
+            head = f"{bias.removesuffix('.bias')}.weight"
+            if self.roles.get(head) == "head":
+                for name in (head, *(name for pair in self.ties if head in pair for name in pair)):
+                    self.roles[name] = "other"
 
     def with_role(self, names: Iterable[str], *wanted: Role) -> list[str]:
         """Those of `names` that have one of the wanted roles."""

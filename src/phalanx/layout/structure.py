@@ -47,10 +47,9 @@ def _has_attention(model: Skeleton, names: tuple[str, ...]) -> bool:
 
 
 def _attention_problem(model: Skeleton, names: tuple[str, ...], family: str | None) -> str | None:
-    unknown = [name for name in names if model.roles[name] == "other" and model.weights[name].kind != "norm"]
-    unknown += filter(None, [norm_between(model, names)])
-    if unknown:
-        return f"{generic(unknown[0])} is not understood"
+    unknown = not_understood(model, names)
+    if unknown is not None:
+        return f"{generic(unknown)} is not understood"
     if not all(heads_fit(model.weights[name], model.roles[name]) for name in names):
         return "the heads of this attention are not known"
     roles = {model.roles[name] for name in names}
@@ -59,6 +58,15 @@ def _attention_problem(model: Skeleton, names: tuple[str, ...], family: str | No
     if "out" not in roles or not ("qkv" in roles or {"query", "key", "value"} <= roles or {"query", "expand"} <= roles):
         return "its projections are not Q, K, V and output"
     return None
+
+
+def not_understood(model: Skeleton, names: Iterable[str]) -> str | None:
+    """A weight of an attention module that nobody expected there, and that may depend on all heads."""
+    names = list(names)
+    if not model.with_role(names, "query", "key", "value", "qkv", "expand"):
+        return None
+    unknown = (name for name in names if model.roles[name] == "other" and model.weights[name].kind != "norm")
+    return next(unknown, None) or norm_between(model, names)
 
 
 def _attention(model: Skeleton, names: tuple[str, ...], family: str | None) -> dict[str, Rule]:
