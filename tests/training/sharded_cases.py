@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from phalanx.distributed.mesh import Mesh
 from phalanx.layout import shard
+from phalanx.parallel.parallelize import parallelize
 from tests.training.loops import (
     adamw_in_groups,
     assert_same,
@@ -148,4 +149,28 @@ def case_stage_3_unused_and_frozen() -> None:
     expected = plain_loop(Branches(), adamw_in_groups, regression_loss, steps, clip=0.5)
     engine = engine_for(Branches(), adamw_in_groups, mesh, stage=3, clip=0.5)
     assert_same(engine_loop(engine, regression_loss, steps), expected)
+    engine.destroy()
+
+
+def case_dropout_in_a_cut_model() -> None:
+    """Masks differ inside the regions; the common random state stays common, so the check of seeds never fires."""
+    mesh = Mesh.build(2)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=37,
+            hidden_size=24,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            head_dim=4,
+            attention_dropout=0.2,
+            use_cache=False,
+        )
+    )
+    registry = parallelize(model, mesh, sum_gradients=False)
+    engine = engine_for(model, sgd, mesh, registry=registry, stage=1, passes=2)
+    run = engine_loop(engine, language_loss, token_steps(4, 2))
+    assert all(0 < norm < 100 for norm in run.norms)
     engine.destroy()

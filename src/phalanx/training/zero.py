@@ -23,7 +23,7 @@ from phalanx.training.buckets import Bucket, plan
 from phalanx.training.fragments import Fragment, count_weights, cut_weights
 from phalanx.training.precision import Precision
 
-# Stage 2: sums that may be under way at once. One is received while the next bucket is filled.
+# Sums that may be under way at once: one travels while the next bucket is filled. What has come is let go at once.
 _IN_FLIGHT = 2
 
 
@@ -91,10 +91,8 @@ class FlatShards:
         if self._reducing:
             self._launch(len(self._buckets))
         self._unreduced = not self._reducing
-        seen = self._expected or [[1] * len(bucket.slots) for bucket in self._buckets]
-        self._expected = [
-            [max(pair) for pair in zip(*rows, strict=True)] for rows in zip(seen, self._fired, strict=True)
-        ]
+        expected = self._expected or [[1] * len(bucket.slots) for bucket in self._buckets]
+        self._expected = [list(map(max, *pair)) for pair in zip(expected, self._fired, strict=True)]
 
     def finish(self) -> None:
         if self._unreduced:
@@ -112,13 +110,7 @@ class FlatShards:
 
     @torch.no_grad()
     def publish(self) -> None:
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                if self._parameters[slot.name].data_ptr() != slot.view(bucket.params).data_ptr():
-                    raise RuntimeError(
-                        f"{slot.name} has left its bucket, so the update cannot reach it: the model was moved or cast "
-                        "after the engine was made. Do that before"
-                    )
+        self._check_places()
         for work in [bucket.publish() for bucket in self._buckets]:
             if work is not None:
                 work.wait()
@@ -138,6 +130,16 @@ class FlatShards:
             handle.remove()
         self.discard()
         self._parameters, self._handles, self._buckets, self.fragments, self._views = {}, [], [], [], []
+
+    def _check_places(self) -> None:
+        for bucket in self._buckets:
+            base, width = bucket.params.data_ptr(), bucket.params.element_size()
+            for slot in bucket.slots:
+                if self._parameters[slot.name].data_ptr() != base + slot.start * width:
+                    raise RuntimeError(
+                        f"{slot.name} has left its bucket, so the update cannot reach it: the model was moved or cast "
+                        "after the engine was made. Do that before"
+                    )
 
     def _hook(self, number: int, index: int) -> Any:
         def take(parameter: Tensor) -> None:
@@ -176,8 +178,7 @@ class FlatShards:
         for number in range(self._launched, stop):
             self._buckets[number].launch()
             self._launched = number + 1
-            if self._every_pass:
-                self._collect(self._launched - _IN_FLIGHT)
+            self._collect(self._launched - _IN_FLIGHT)
 
     def _collect(self, stop: int) -> None:
         for bucket in self._buckets[: max(stop, 0)]:
