@@ -92,7 +92,7 @@ MODELS = {
         {"ffn.router.layer": (EXPERTS, HIDDEN)},
     )
     + [
-        Weight(f"model.layers.0.ffn.experts.mlp.{n}", (EXPERTS * INNER, HIDDEN), "other") for n in ("w1", "v1", "w2")
+        Weight(f"model.layers.0.ffn.experts.mlp.{n}", (EXPERTS * INNER, HIDDEN), "experts") for n in ("w1", "v1", "w2")
     ],
 }  # fmt: skip
 WHOLE = ("mlp.gate", "block_sparse_moe.gate", "ffn.router.layer", "q_a_proj", "kv_a_proj_with_mqa")

@@ -33,8 +33,8 @@ def cut(weight: Weight, rule: Rule, model: Skeleton) -> Decision:
         )
     if weight.kind == "embedding" or role == "head" or rule.style == "vocab":
         return _vocab(weight, rule, role)
-    if weight.kind == "norm" or len(weight.shape) < 2:
-        raise ValueError("it is not a matrix, and can only be named by 'skip'")
+    if weight.kind in ("norm", "other"):
+        raise ValueError("it is no weight of a projection, and can only be named by 'skip'")
     if rule.style == "row":
         return _row(weight, rule, role, model)
     return _column(weight, rule, role, model)
@@ -170,7 +170,7 @@ def _stored_transposed(weight: Weight, rule: Rule, model: Skeleton) -> bool:
 
 def _experts_in_rows(weight: Weight, model: Skeleton) -> tuple[int, int] | None:
     """(experts, inner) of a matrix [experts x inner, hidden], as DBRX stores the experts of a layer."""
-    if len(weight.shape) != 2 or weight.name.endswith(".weight") or ".experts." not in f".{weight.name}":
+    if weight.kind != "experts" or len(weight.shape) != 2 or "experts." not in weight.name:
         return None
     block = weight.name[: weight.name.rindex("experts.")]
     router = model.weights.get(f"{block}router.layer.weight")

@@ -163,7 +163,7 @@ def _first_match(
 
 def _may_name(spec: LayerSpec, weight: Weight) -> bool:
     """Only matrices are cut, so that a pattern wide enough to match a norm means the matrices beside it."""
-    return spec.partition_type == "skip" or weight.kind not in ("norm", "other") or ".experts." in weight.name
+    return spec.partition_type == "skip" or weight.kind not in ("norm", "other")
 
 
 def _unmatched(spec: LayerSpec, weights: Iterable[Weight]) -> list[str]:

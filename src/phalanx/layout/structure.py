@@ -116,7 +116,12 @@ def norm_between(model: Skeleton, names: Iterable[str]) -> str | None:
 
 def _is_mlp(model: Skeleton, names: tuple[str, ...]) -> bool:
     roles = ("up", "gate_up", "down", "router", "latent")
-    understood = all(model.roles[name] in roles or model.weights[name].kind == "norm" for name in names)
+    understood = all(
+        model.weights[name].kind == "norm"
+        or model.roles[name] == "router"
+        or (model.roles[name] in roles and model.weights[name].kind != "other")
+        for name in names
+    )
     out = {tuple(parts(name)) for name in model.with_role(names, "down")}
     return (
         understood

@@ -29,7 +29,8 @@ class Weight:
 
     shape      the whole shape as it is stored.
     kind       "linear" [out, in]; "conv1d" (Hugging Face Conv1D) [in, out]; "embedding" [rows, hidden]; "experts", all
-               experts of a layer in one tensor [experts, out, in]; "norm"; "other".
+               experts of a layer in one tensor [experts, out, in] (or as DBRX has them, [experts x inner, hidden]);
+               "norm"; "other".
     has_bias   whether its module has a bias of the output features.
     attention  the heads of the attention module that holds it, None outside of attention.
     """
