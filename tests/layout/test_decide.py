@@ -136,6 +136,12 @@ def test_separate_projections_go_by_whole_heads():
         }  # fmt: skip
 
 
+def test_a_gate_of_attention_goes_with_the_query_heads():
+    gate = Weight(f"{LAYER}.self_attn.g_proj.weight", (4, HIDDEN), "linear", attention=SHAPE)
+    cut = decided([*llama(), gate])[gate.name].weight
+    assert shard(torch.arange(4).unsqueeze(1), cut, 1, 4)[:, 0].tolist() == [1]
+
+
 def test_a_query_projection_may_hold_a_gate_in_each_head():
     weights = [w if "q_proj" not in w.name else Weight(w.name, (16, HIDDEN), "linear", False, SHAPE) for w in llama()]
     decisions = decided(weights)
@@ -210,7 +216,7 @@ def test_norms_between_cut_projections_are_refused():
 
 
 def test_parameters_of_an_activation_inside_sum_their_gradients():
-    inside = Weight(f"{LAYER}.mlp.act_fn.alpha", (1,), "other")
+    inside = Weight(f"{LAYER}.mlp.act_fn.alpha", (), "other")
     assert decided([*llama(), inside])[inside.name].sum_gradient
     assert not decided([*llama(), inside], rules(*ATTENTION))[inside.name].sum_gradient
 
@@ -407,4 +413,6 @@ def test_unknown_heads_must_divide():
 
 def test_a_value_a_head_inside_a_cut_attention_is_refused():
     sink = Weight(f"{LAYER}.self_attn.sinks", (4,), "other", attention=SHAPE)
+    scalar = Weight(f"{LAYER}.self_attn.scale", (), "other", attention=SHAPE)
+    assert decided([*llama(), scalar], rules(*ATTENTION))[scalar.name].style == "skip"
     assert "holds a value a head" in problems([*llama(), sink], rules(*ATTENTION))[0]

@@ -37,7 +37,7 @@ def agree(model: Skeleton, decisions: Mapping[str, Decision], world: int) -> tup
             out = model.with_role(names, "out")
             problems += _projections(result, into, out) or same(model.with_role(names, "query"), out)
             if any(result[name].splits_output for name in into):
-                problems += _inside_attention(model, result, names, world)
+                problems += _inside_attention(model, result, path, world)
             else:
                 _outside(result, model.with_role(names, "head_norm", "latent"))
         else:
@@ -85,14 +85,14 @@ def _projections(result: dict[str, Decision], into: list[str], out: Iterable[str
     return []
 
 
-def _inside_attention(model: Skeleton, result: dict[str, Decision], names: Iterable[str], world: int) -> list[str]:
+def _inside_attention(model: Skeleton, result: dict[str, Decision], path: str, world: int) -> list[str]:
+    names = model.containers[path]
     problems = []
-    for name in names:
-        heads = model.weights[name].attention
-        empty = [] if heads is None or not result[name].is_cut else ranks_without_heads(heads, world)
-        if empty and heads is not None:
+    for heads in {model.weights[name].attention for name in names if result[name].is_cut} - {None}:
+        empty = ranks_without_heads(heads, world) if heads is not None else []
+        if heads is not None and empty:
             problems.append(
-                f"{generic(name)}: {heads.num_heads} query heads over {heads.num_kv_heads} KV heads leave ranks "
+                f"{generic(path)}: {heads.num_heads} query heads over {heads.num_kv_heads} KV heads leave ranks "
                 f"{empty} of {world} without a head, and attention without heads cannot run: use fewer ranks"
             )
     for name in model.with_role(names, "head_norm"):
@@ -119,8 +119,8 @@ def _undealt(model: Skeleton, result: Mapping[str, Decision], names: Iterable[st
         weight, decision = model.weights[name], result[name]
         if not in_attention(weight):
             continue
-        size = weight.shape[decision.weight.dim]
-        if weight.attention is None and decision.is_cut and size % world:
+        size = weight.shape[decision.weight.dim] if decision.is_cut else 0
+        if weight.attention is None and size % world:
             problems.append(
                 f"{generic(name)} ({decision.source}): its heads are not known, and its {size} features do not divide "
                 f"over {world} ranks"

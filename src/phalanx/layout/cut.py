@@ -66,7 +66,8 @@ def _row(weight: Weight, rule: Rule, role: Role, model: Skeleton) -> Decision:
     if role in _WHOLE_INPUT:
         raise ValueError(
             f"'row' needs an input that is cut over the ranks, but {_WHOLE_INPUT[role]}, which every rank has whole: "
-            "use 'column' (attention heads that do not divide over the ranks are dealt whole, KV heads copied)"
+            "use 'column'"
+            + (" (heads need not divide: they are dealt whole, KV heads are copied)" if weight.attention else "")
         )
     declared = rule.spec is not None and rule.spec.shape is not None
     rows = _experts_in_rows(weight, model)

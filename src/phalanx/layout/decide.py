@@ -177,7 +177,7 @@ def _unmatched(spec: LayerSpec, weights: Iterable[Weight]) -> list[str]:
             hint = (
                 f"the nearest are {', '.join(close)}"
                 if close
-                else f"the weights are called {', '.join(names[:8])}, ..."
+                else f"the weights are called {', '.join(names[:8])}{', ...' if names[8:] else ''}"
             )
             problems.append(f"pattern {pattern!r} matches no weight that it could cut; {hint}")
     return problems
