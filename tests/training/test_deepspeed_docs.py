@@ -9,7 +9,7 @@ from pathlib import Path
 import phalanx
 from phalanx.layout.rules import LayerSpec, PartitionConfig
 from phalanx.training.keys import ALIASES, HINTS, IMPLEMENTED, REFUSED
-from phalanx.training.optimizers import ELEMENTWISE
+from phalanx.training.repoint import ELEMENTWISE
 from phalanx.training.schedules import SCHEDULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"

@@ -7,7 +7,8 @@ import torch
 from torch import optim
 
 from phalanx.config import ConfigError
-from phalanx.training.optimizers import ELEMENTWISE, is_elementwise, optimizer_maker
+from phalanx.training.optimizers import optimizer_maker
+from phalanx.training.repoint import ELEMENTWISE
 
 
 def weight(value=1.0):
@@ -99,23 +100,3 @@ def test_what_a_config_cannot_name(name, params, told):
     with pytest.raises(ConfigError, match=r"^optimizer\.") as caught:
         optimizer_maker(name, params)
     assert told in str(caught.value)
-
-
-class KeepsStep(optim.SGD):
-    """Only other defaults."""
-
-
-class OwnStep(optim.SGD):
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("kind", [*ELEMENTWISE, KeepsStep])
-def test_elementwise(kind):
-    assert is_elementwise(kind([weight()], lr=0.1))
-
-
-def test_not_known_to_be_elementwise():
-    assert not is_elementwise(OwnStep([weight()], lr=0.1))
-    assert not is_elementwise(optim.LBFGS([weight()]))
-    assert not is_elementwise(optim.Adafactor([weight()]))

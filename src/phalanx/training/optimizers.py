@@ -14,21 +14,7 @@ import torch
 from torch import optim
 
 from phalanx.config import ConfigError
-
-ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.ASGD,
-)
-"""Optimizers that update each element from its own value, gradient and state: they may see any slice of a parameter."""
+from phalanx.training.repoint import ELEMENTWISE
 
 _BY_NAME: dict[str, type[optim.Optimizer]] = {kind.__name__: kind for kind in ELEMENTWISE}
 
@@ -49,12 +35,6 @@ _LACKING = {
 
 # What DeepSpeed's FusedAdam takes, with its defaults. Its weight decay is 0 by default, torch.optim.AdamW's is not.
 _FUSED_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-
-
-def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether `optimizer` is known to be elementwise: one of `ELEMENTWISE`, or a subclass that keeps its `step`."""
-    step = inspect.unwrap(type(optimizer).step)
-    return any(isinstance(optimizer, kind) and step is inspect.unwrap(kind.step) for kind in ELEMENTWISE)
 
 
 def optimizer_maker(
