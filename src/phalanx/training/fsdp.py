@@ -26,8 +26,8 @@ from phalanx.training.precision import Precision
 class FsdpShards:
     """The `GradientShards` of stage 3. All parameters of `module` are sharded, the `trained` ones have fragments.
 
-    FSDP2 replaces the Parameter objects: after this, only names are of use. In one pass all DP ranks must use the same
-    parameters, since FSDP2 sums only the gradients that have come; those that no rank uses count as zeros.
+    FSDP2 replaces the Parameter objects: after this, only names are of use. Before torch 2.13, all DP ranks must use the
+    same parameters in a pass, since FSDP2 sums only the gradients that have come; those that no rank uses are zeros.
     """
 
     sharded = True
@@ -60,9 +60,11 @@ class FsdpShards:
         for layer in layers(module):
             fully_shard(layer, mesh=devices, mp_policy=policy)
         fully_shard(module, mesh=devices, mp_policy=policy)
-        if mesh.device.type == "cpu":
-            for wrapped in self._wrapped():
+        for wrapped in self._wrapped():
+            if mesh.device.type == "cpu":
                 wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            if hasattr(wrapped, "set_reduce_scatter_unused_params"):
+                wrapped.set_reduce_scatter_unused_params(True)
         self._parameters = {name: p for name, p in module.named_parameters() if name in trained}
         self._partial = {name for name in trained if registry[name].partial} if mesh.tp.size > 1 else set()
         self.fragments = [

@@ -39,11 +39,11 @@ class GradientNorm:
         return self._mesh.tp.all_reduce(total).sqrt()
 
 
-def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
+def clip_coefficient(norm: Tensor, limit: float) -> Tensor | float:
     """What gradients of `norm` are multiplied by so that it does not exceed `limit`: the formula of torch's
     `clip_grad_norm_`. A `limit` of 0 means no clipping."""
     if not limit:
-        return torch.ones_like(norm)
+        return 1.0
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -51,6 +51,6 @@ def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
 def scale_gradients(fragments: Sequence[Fragment], factor: Tensor | float) -> None:
     """Multiply the gradients in place, without reading `factor` on the host."""
     found = list(gradients(fragments))
-    if not found:
+    if not found or (isinstance(factor, float) and factor == 1):
         return
     torch._foreach_mul_(found, factor.to(found[0].dtype) if isinstance(factor, Tensor) else factor)
