@@ -130,7 +130,7 @@ class TrainingConfig(_Section):
 
     hints: tuple[str, ...] = ()
     """Keys that were given and have no effect here."""
-    given: dict[str, Any] = Field(default_factory=dict, repr=False)
+    given: dict[Any, Any] = Field(default_factory=dict, repr=False)
     """A copy of the config as it was given."""
 
     @property
