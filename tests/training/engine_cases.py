@@ -245,6 +245,8 @@ def case_misuse_is_refused() -> None:
     engine.destroy()
     with pytest.raises(RuntimeError, match="destroyed"):
         engine.backward(regression_loss(engine, batch))
+    regression_loss(engine.module, batch).backward()  # a plain module again
+    assert all(parameter.grad is not None for parameter in engine.module.parameters())
 
 
 def case_fragments_tile_every_parameter() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -174,3 +175,21 @@ def case_dropout_in_a_cut_model() -> None:
     run = engine_loop(engine, language_loss, token_steps(4, 2))
     assert all(0 < norm < 100 for norm in run.norms)
     engine.destroy()
+
+
+def case_sequence_parallel() -> None:
+    """The norms' gradients are partial: each rank sees its share of the tokens."""
+    mesh = Mesh.build(2)
+    steps = [[ids[:, :6] for ids in step] for step in token_steps(4, 2)]
+    whole = plain_loop(llama(), adamw_in_groups, language_loss, steps, clip=0.5)
+    for stage in (0, 2):
+        model = llama()
+        registry = parallelize(model, mesh, sum_gradients=False, sequence_parallel=True)
+        assert any(layout.partial for layout in registry.values())
+        engine = engine_for(model, adamw_in_groups, mesh, registry=registry, stage=stage, passes=2, clip=0.5)
+        parameters = {
+            name: shard(parameter, registry[name].partition, mesh.tp.rank, mesh.tp.size)
+            for name, parameter in whole.parameters.items()
+        }
+        assert_same(engine_loop(engine, language_loss, steps), dataclasses.replace(whole, parameters=parameters))
+        engine.destroy()

@@ -26,8 +26,8 @@ from phalanx.training.precision import Precision
 class FsdpShards:
     """The `GradientShards` of stage 3. All parameters of `module` are sharded, the `trained` ones have fragments.
 
-    FSDP2 replaces the Parameter objects: after this, only names are of use. Before torch 2.13, all DP ranks must use the
-    same parameters in a pass, since FSDP2 sums only the gradients that have come; those that no rank uses are zeros.
+    FSDP2 replaces the Parameter objects: after this, only names are of use. Before torch 2.13, all DP ranks must use
+    the same parameters in a pass, since FSDP2 sums only the gradients that have come; those of no rank are zeros.
     """
 
     sharded = True
