@@ -143,7 +143,7 @@ def case_fp16_static_scale_cancels() -> None:
     engine.destroy()
 
 
-def overflowing(mesh: Mesh, model: nn.Module, registry: Any, bad_rank: bool) -> None:
+def overflowing(mesh: Mesh, model: nn.Module, registry: Any, bad_rank: bool, stage: int = 1) -> None:
     """A step in which one rank's gradient is infinite is skipped by all of them, and the scale falls."""
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
     schedules: list[Any] = []
@@ -152,14 +152,14 @@ def overflowing(mesh: Mesh, model: nn.Module, registry: Any, bad_rank: bool) -> 
         schedules.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
         return schedules[0]
 
-    engine = engine_for(model, adamw_in_groups, mesh, registry=registry, stage=1, fp16=fp16, scheduler=scheduler)
+    engine = engine_for(model, adamw_in_groups, mesh, registry=registry, stage=stage, fp16=fp16, scheduler=scheduler)
     seen = []
     for step, ((x, y),) in enumerate(regression(6, 1)):
-        before = [p.detach().clone() for p in model.parameters()]
+        before = {name: t.clone() for name, t in engine.module_state_dict().items()}
         loss = nn.functional.mse_loss(engine(x.half()).float(), y)
         engine.backward(loss * (1e9 if step == 2 and bad_rank else 1.0))
         engine.step()
-        moved = any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        moved = any(not torch.equal(before[name], t) for name, t in engine.module_state_dict().items())
         assert moved == engine.was_step_applied()
         seen.append((engine.loss_scale, engine.was_step_applied()))
     # By hand, after DeepSpeed's rule: doubled when (step - last overflow) is a multiple of 2, halved at the overflow.
@@ -170,8 +170,8 @@ def overflowing(mesh: Mesh, model: nn.Module, registry: Any, bad_rank: bool) -> 
 
 def case_fp16_overflow_on_one_data_parallel_rank() -> None:
     mesh = Mesh.build()
-    model = mlp()
-    overflowing(mesh, model, None, bad_rank=mesh.dp.rank == 1)
+    for stage in range(4):
+        overflowing(mesh, mlp(), None, bad_rank=mesh.dp.rank == 1, stage=stage)
 
 
 def case_fp16_overflow_in_a_tensor_parallel_group() -> None:

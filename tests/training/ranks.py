@@ -1,8 +1,9 @@
 """Runs the cases of modules on gloo ranks, all of them in one start a world size.
 
 A case is a function of no arguments called `case_...` for two ranks, `grid_...` for four, or one of those that a
-module's `cases(world)` names; every rank runs every one, in the order of the modules. One that fails on one rank may leave the others waiting: they time out and fail as well. Cases
-make their own groups, so those that follow are not touched.
+module's `cases(world)` names; every rank runs every one, in the order of the modules. One that fails on one rank may
+leave the others waiting: they time out and fail as well. Cases make their own groups, so those that follow are not
+touched.
 """
 
 from __future__ import annotations
