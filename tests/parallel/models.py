@@ -34,6 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama_tied": {**_USUAL, "model_type": "llama", "tie_word_embeddings": True},
     "llama_biases": {**_USUAL, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "qwen2": _USUAL,
+    "phi_tied": {**_USUAL, "model_type": "phi", "num_key_value_heads": 4, "tie_word_embeddings": True},
     "qwen2_tied": {**_USUAL, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**_USUAL, "head_dim": 16},
     "gpt_neox": {**{k: v for k, v in _USUAL.items() if k != "num_key_value_heads"}, **_NO_DROPOUT},
@@ -80,6 +81,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_USUAL, "head_dim": 16},
     "mistral": _USUAL,
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 103},
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "vocab_size": 103,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 20, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    },
     "stablelm": {**_USUAL, **_NO_DROPOUT},
     "olmo2": _USUAL,
     "deepseek_v2": {

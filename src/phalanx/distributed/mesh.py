@@ -93,7 +93,8 @@ class TorchGroup(Group):
 
     def broadcast_bytes(self, payload: bytes | None = None) -> bytes:
         message = [own_payload(payload) if self.rank == 0 else None]
-        device = self.process_group._device_types[0]
+        kinds = [str(kind) for kind in self.process_group._device_types]
+        device = "cpu" if "cpu" in kinds else f"cuda:{torch.cuda.current_device()}"
         length = torch.tensor([len(message[0] or b"")], dtype=torch.int64, device=device)
         data = torch.empty(int(self.broadcast(length)), dtype=torch.uint8, device=device)
         if self.rank == 0 and message[0]:

@@ -112,14 +112,19 @@ class ExpertsBorder:
         self._border = border
 
     def before(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tuple(self._enter(a) for a in args), {name: self._enter(a) for name, a in kwargs.items()}
+        tokens = hidden_states(experts, args, kwargs)
+        rows = tokens.shape[:-1] if tokens.dim() == 3 else None
+        return tuple(self._enter(a, rows) for a in args), {name: self._enter(a, rows) for name, a in kwargs.items()}
 
-    def _enter(self, value: Any) -> Any:
+    def _enter(self, value: Any, rows: torch.Size | None) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if torch.is_floating_point(value) or isinstance(self._border, CutSequence):
-            return self._border.enter(value)
-        return value
+        if not isinstance(self._border, CutSequence):
+            return self._border.enter(value) if torch.is_floating_point(value) else value
+        if rows is not None and value.dim() == 2:
+            # Where the hidden states are not flattened, the tokens of the rest must come in their order.
+            return self._border.enter(value.unflatten(0, rows)).flatten(0, 1)
+        return self._border.enter(value)
 
     def after(self, experts: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return self._border.leave(output)

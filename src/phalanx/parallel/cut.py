@@ -29,6 +29,8 @@ from phalanx.parallel.layers import (
 from phalanx.parallel.regions import copy_in
 from phalanx.parallel.registry import LayoutRegistry, ParameterLayout
 
+_EXPERT_WIDTHS = ("intermediate_dim", "intermediate_size", "expert_dim", "ffn_dim", "ffn_hidden_size")
+
 
 class Cutter:
     """Cuts one model over one group; `cut` is the whole recipe."""
@@ -122,10 +124,11 @@ class Cutter:
             self._cut_embedding(module, path, cut)
             return
         cut.weight_copies = copied_runs(decision.weight, shape, rank, world)
-        bias = getattr(module, "bias", None)
-        if bias is not None and decision.bias is not None and decision.bias.kind != "replicate":
-            bias_shape = self._shard(f"{path}.bias", decision.bias, decision)
-            cut.bias_copies = copied_runs(decision.bias, bias_shape, rank, world)
+        # A tied head is decided under the embedding's name, which knows of no bias.
+        bias_cut = decision.bias or (decision.weight if decision.style == "vocab" else None)
+        if getattr(module, "bias", None) is not None and bias_cut is not None and bias_cut.kind != "replicate":
+            bias_shape = self._shard(f"{path}.bias", bias_cut, decision)
+            cut.bias_copies = copied_runs(bias_cut, bias_shape, rank, world)
         linear_sizes(module, module.weight.shape, transposed)
         become(module, RowLinear if decision.style == "row" else ColumnLinear, cut)
         self._linears[path] = decision
@@ -143,15 +146,19 @@ class Cutter:
         become(module, VocabEmbedding, cut)
 
     def _cut_experts(self, name: str, decision: Decision) -> None:
-        path, _, leaf = name.rpartition(".")
-        module = self.model.get_submodule(path)
+        path = name.rpartition(".")[0]
         whole = self._shard(name, decision.weight, decision)
         dim = decision.weight.dim % len(whole)
+        # Where the experts' rows follow each other in two dimensions, the parent takes them apart and gets the tokens.
+        held = [path] if len(whole) == 3 else [path, path.rpartition(".")[0]]
         if decision.weight.kind == "row":
-            for attribute in ("intermediate_dim", "intermediate_size", "expert_dim", "ffn_dim"):
-                if getattr(module, attribute, None) == whole[dim]:
-                    setattr(module, attribute, getattr(module, leaf).shape[dim])
-        self._experts[path] = module
+            own = self.model.get_parameter(name).shape[dim]
+            experts = 1 if len(whole) == 3 else decision.weight.view[0]
+            for module in map(self.model.get_submodule, held):
+                for attribute in _EXPERT_WIDTHS:
+                    if getattr(module, attribute, None) == whole[dim] // experts:
+                        setattr(module, attribute, own // experts)
+        self._experts[held[-1]] = self.model.get_submodule(held[-1])
 
     def _layer_border(self, module: nn.Module) -> WholeSequence | CutSequence:
         """The border of what stands inside the layers; outside of them all tokens are there."""

@@ -22,7 +22,7 @@ def inventory(model: nn.Module) -> list[Weight]:
     seen: set[int] = set()
     found = []
     for path, module, name, parameter in _parameters(model):
-        kind = _kind(module, name, parameter)
+        kind = _kind(path, module, name, parameter)
         if kind is None or id(parameter) in seen:
             continue
         seen.add(id(parameter))
@@ -111,12 +111,14 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Para
             yield path, module, name, parameter
 
 
-def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
-    """The kind of a weight, None for what is no weight (biases go with theirs)."""
-    if parameter.dim() == 3:
+def _kind(path: str, module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+    """The kind of a weight, None for a bias, which goes with its weight."""
+    if parameter.dim() == 3 or (path.endswith("experts.mlp") and name in ("w1", "v1", "w2")):
         return "experts"
-    if name != "weight":
+    if name == "bias" and hasattr(module, "weight"):
         return None
+    if name != "weight":
+        return "other"
     if parameter.dim() == 2:
         if isinstance(module, nn.Embedding):
             return "embedding"

@@ -213,7 +213,8 @@ def _run(model: nn.Module, ids: Tensor) -> _Record:
     outputs: dict[str, Tensor] = {}
     hooks = []
     for path, module in model.named_modules():
-        inside = attention_path(path) == path or (path.rpartition(".")[2] in ("mlp", "feed_forward", "ffn"))
+        block = attention_path(path) == path or path.rpartition(".")[2] in ("mlp", "feed_forward", "ffn")
+        inside = block and ".experts." not in path
         if inside:
             hooks.append(module.register_forward_hook(_keep(outputs, path)))
     loss = model(input_ids=ids, labels=ids).loss
