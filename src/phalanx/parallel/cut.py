@@ -272,10 +272,10 @@ def attention_blocks(model: nn.Module, decisions: Mapping[str, Decision]) -> lis
     return list(found.items())
 
 
-def check_same_weights(model: nn.Module, group: Group) -> None:
+def check_same_weights(model: nn.Module, group: Group, device: torch.device) -> None:
     """Raise ValueError on every rank, naming parameters, if the ranks of a group hold different models.
 
-    Compares two sums of every parameter, which cost one pass over the weights.
+    Compares two sums of every parameter, which cost one pass over the weights. `device`: where the group's tensors are.
     """
     names, sums = [], []
     for name, parameter in model.named_parameters():
@@ -283,7 +283,7 @@ def check_same_weights(model: nn.Module, group: Group) -> None:
             return
         wide = parameter.detach().to(torch.float64)
         names.append(name)
-        sums.append(torch.stack([wide.sum(), wide.square().sum()]))
+        sums.append(torch.stack([wide.sum(), wide.square().sum()]).to(device))
     if not sums:
         return
     mine = torch.stack(sums)[None]

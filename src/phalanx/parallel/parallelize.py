@@ -65,7 +65,7 @@ def parallelize(
         from phalanx.parallel.verify import verify_rules
 
         verify_rules(model, group, config=config, preset=preset, sequence_parallel=sequence_parallel, action=chosen)
-    check_same_weights(model, group)
+    check_same_weights(model, group, mesh.device)
     registry = cut_model(
         model,
         group,
