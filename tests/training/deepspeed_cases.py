@@ -143,7 +143,7 @@ def case_the_published_rules() -> None:
         {"patterns": [r".*\.self_attn\.[qkv]_proj\.weight$", r".*\.(gate|up)_proj\.weight$"]},
         {"patterns": [r".*\.o_proj\.weight$", r".*\.down_proj\.weight$"], "partition_type": "row"},
     ]
-    rules = {"autotp_size": 2, "verify": "off", "partition_config": {"use_default_specs": False, "layer_specs": specs}}
+    rules = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
     deepspeed.set_autotp_mode(training=True)
     model = deepspeed.tp_model_init(llama(), tp_size=2, dtype=torch.float32)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config(2, tensor_parallel=rules))
