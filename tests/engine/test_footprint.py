@@ -9,7 +9,8 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from phalanx.config import EngineConfig
-from phalanx.engine.footprint import AbsentRank, ShapesOnly, blocks_of, hollow_model, rank_footprint
+from phalanx.distributed.absent import AbsentRank
+from phalanx.engine.footprint import ShapesOnly, blocks_of, hollow_model, rank_footprint
 from phalanx.models import load_families
 from phalanx.models.hf_config import read_config
 from phalanx.models.kv_spec import KVCacheSpec, KVGroup

@@ -105,7 +105,8 @@ def _weights(opened: OpenedModel) -> tuple[WeightSource | None, str, list[str]]:
 
 
 def _served(opened: OpenedModel, source: WeightSource, settings: EngineConfig, tokens: int | None) -> dict[str, Any]:
-    from phalanx.engine.footprint import AbsentRank, blocks_of, hollow_model, rank_footprint
+    from phalanx.distributed.absent import AbsentRank
+    from phalanx.engine.footprint import blocks_of, hollow_model, rank_footprint
     from phalanx.models.policy import policy_for
 
     if opened.manifest is not None and settings.dtype == "auto":

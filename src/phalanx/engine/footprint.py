@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,23 +55,6 @@ class ShapesOnly(WeightSource):
         shape, dtype = self.info(name)
         whole = torch.empty(shape, dtype=dtype, device="meta")
         return whole if index is None else whole[index]
-
-
-class AbsentRank(Group):
-    """A place in a group whose ranks do not exist: enough to build a model for, and nothing can be exchanged."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-
-    def _refuse(self, *given: Any, **named: Any) -> Any:
-        raise RuntimeError("the ranks of this group do not exist: models are built for it, not run")
-
-    all_reduce = all_gather = broadcast = broadcast_bytes = barrier = check = _refuse
-
-    def abort(self, reason: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def hollow_model(config: HFConfig, source: WeightSource, engine_config: EngineConfig, group: Group) -> TransformerModel:
