@@ -27,6 +27,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _SMALL_VOCAB = 67
 _SMALL_LAYERS = 2
 _MOST_EXPERTS = 8
+_MANY_HEADS = 64
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _shrink(config: Any, sizes: dict[int, int], exact: bool) -> None:
             setattr(config, name, 0.0 if isinstance(getattr(config, name), float) else getattr(config, name))
     if exact or shape is None:
         return
-    narrow = _narrow_head(config)
+    narrow = _narrow_head(config, shape.num_heads)
     hidden = shape.num_heads * narrow
     sizes.update(
         {
@@ -128,12 +129,12 @@ def _shrink(config: Any, sizes: dict[int, int], exact: bool) -> None:
             )
 
 
-def _narrow_head(config: Any) -> int:
-    """The smallest head whose rotated part is an even number of elements."""
+def _narrow_head(config: Any, heads: int) -> int:
+    """The smallest head whose rotated part is an even number of elements; smaller still where there are many."""
     rope = getattr(config, "rope_parameters", None) or {}
     fraction = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     fraction = getattr(config, "rotary_pct", None) or fraction
-    for narrow in (8, 16, 32, 64):
+    for narrow in (4, 8, 16, 32, 64) if heads > _MANY_HEADS else (8, 16, 32, 64):
         rotated = int(narrow * fraction)
         if rotated >= 2 and rotated % 2 == 0:
             return narrow
