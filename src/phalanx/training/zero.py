@@ -24,7 +24,7 @@ from phalanx.training.fragments import Fragment, count_weights, cut_weights
 from phalanx.training.precision import Precision
 
 # Sums that may be under way at once: one travels while the next bucket is filled. What has come is let go at once.
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 
 
 class FlatShards:
@@ -178,7 +178,7 @@ class FlatShards:
         for number in range(self._launched, stop):
             self._buckets[number].launch()
             self._launched = number + 1
-            self._collect(self._launched - _IN_FLIGHT)
+            self._collect(self._launched - IN_FLIGHT)
 
     def _collect(self, stop: int) -> None:
         for bucket in self._buckets[: max(stop, 0)]:
