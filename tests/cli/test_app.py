@@ -10,6 +10,7 @@ COMMANDS = [
     ("generate",),
     ("chat",),
     ("info",),
+    ("plan",),
     ("bench", "throughput"),
     ("bench", "latency"),
 ]

@@ -13,6 +13,7 @@ from phalanx.cli.failures import Commands
 from phalanx.cli.generate import generate
 from phalanx.cli.info import info
 from phalanx.cli.launch import launch
+from phalanx.cli.plan import plan
 from phalanx.cli.pull import pull
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ app.command()(pull)
 app.command()(generate)
 app.command()(chat)
 app.command()(info)
+app.command()(plan)
 # What follows the script belongs to the script.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)
 app.add_typer(bench, name="bench")
