@@ -64,7 +64,7 @@ def verify_rules(
     """Try the rules for `model` over `group.size` ranks; rank 0 tries, all ranks get its verdict.
 
     Raises:
-        VerificationError: they compute another function, and `action` is "error". With "warn" it is a warning.
+        VerificationError: they compute another function, and `action` is "error". With "warn" it is a warning, of rank 0.
     """
     payload = None
     if group.rank == 0:
@@ -73,7 +73,7 @@ def verify_rules(
     fault, tried = json.loads(group.broadcast_bytes(payload))
     if fault and tried and action == "error":
         raise VerificationError(fault)
-    if fault:
+    if fault and group.rank == 0:
         warnings.warn(fault, VerificationWarning, stacklevel=3)
 
 

@@ -99,7 +99,7 @@ def initialize(
     given = load_config(_the_config(args, config, config_params))
     request = TPRequest.take(model)
     if request is not None:
-        request.merge_into(given, mpu)
+        request.merge_into(given)
     if dist_init_required is not None or "RANK" in os.environ:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -166,7 +166,7 @@ def tp_model_init(
     """Say that the next `initialize` of this model cuts it over `tp_size` ranks; the model is returned as it is.
 
     `dtype` must be the one that the config enables, if it enables one; `tp_group` must hold the ranks that share the
-    model, and excludes an mpu. Unlike DeepSpeed's, what is said here holds for this model only, and once.
+    model. Unlike DeepSpeed's, what is said here holds for this model only, and once.
 
     Raises ValueError where it contradicts `config`, an earlier call for the model, or the size of `tp_group`.
     """
@@ -177,7 +177,7 @@ def tp_model_init(
         raise ValueError(f"tp_group has {len(group)} ranks, but tp_size is {tp_size}")
     request = TPRequest(tp_size, dtype, group)
     if config is not None:
-        request.merge_into(load_config(config), None)
+        request.merge_into(load_config(config))
     request.record(model)
     return model
 

@@ -104,13 +104,8 @@ class TPRequest:
             raise ValueError(f"Conflicting tp_model_init arguments for parts of one model: {found}")
         return found[0] if found else None
 
-    def merge_into(self, config: dict[str, Any], mpu: Any) -> None:
-        """Fill in what `config` (changed here) does not say. Raises ValueError where it, or an mpu, says otherwise."""
-        if self.group is not None and mpu is not None:
-            raise ValueError(
-                "tp_model_init provided tp_group; initialize must not receive mpu: both say which ranks share a model, "
-                "give one of them"
-            )
+    def merge_into(self, config: dict[str, Any]) -> None:
+        """Fill in what `config` (changed here) does not say. Raises ValueError where it says otherwise."""
         section = config["tensor_parallel"] = {} if (held := config.get("tensor_parallel")) is None else held
         if not isinstance(section, dict):
             return  # refused when the config is read
