@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,19 @@ PRELOAD = [
 ]
 
 
-def run_cases(modules: Sequence[str], world: int, folder: Path, timeout: float = 120) -> dict[str, list[str]]:
-    """What went wrong in each case, over all ranks. `timeout`: seconds for each rank."""
+def run_cases(
+    modules: Sequence[str],
+    world: int,
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> dict[str, list[str]]:
+    """What went wrong in each case, over all ranks. `variables`: of their environment; `timeout`: seconds a rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     started = [
-        context.Process(target=ranks.main, args=(",".join(modules), world, str(folder), rank)) for rank in range(world)
+        context.Process(target=_case_rank, args=(dict(variables or {}), ",".join(modules), world, str(folder), rank))
+        for rank in range(world)
     ]
     codes = _wait_for(started, timeout)
     if any(codes):
@@ -55,6 +62,11 @@ def run_example(name: str, arguments: Sequence[str], world: int, folder: Path, t
     if any(codes):
         raise RuntimeError(f"ranks ended with {codes}")
     return output.read_text()
+
+
+def _case_rank(variables: dict[str, str], modules: str, world: int, folder: str, rank: int) -> None:
+    os.environ.update(variables)
+    ranks.main(modules, world, folder, rank)
 
 
 def _example_rank(rank: int, name: str, arguments: list[str], world: int, port: int, output: str) -> None:

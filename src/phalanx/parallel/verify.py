@@ -64,7 +64,7 @@ def verify_rules(
     """Try the rules for `model` over `group.size` ranks; rank 0 tries, all ranks get its verdict.
 
     Raises:
-        VerificationError: they compute another function, and `action` is "error". With "warn" it is a warning, of rank 0.
+        VerificationError: they compute another function, and `action` is "error". With "warn" rank 0 warns.
     """
     payload = None
     if group.rank == 0:
