@@ -26,6 +26,7 @@ import phalanx
 from phalanx.bench.machine import machine
 
 Step = Callable[[torch.Tensor], float]
+Close = Callable[[], None]
 
 
 def main() -> None:
@@ -85,7 +86,9 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def engine_step(model: torch.nn.Module, tp: int, stage: int, args: argparse.Namespace, **rules: Any) -> Step:
+def engine_step(
+    model: torch.nn.Module, tp: int, stage: int, args: argparse.Namespace, **rules: Any
+) -> tuple[Step, Close]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=torch.cuda.is_available())
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
@@ -101,10 +104,10 @@ def engine_step(model: torch.nn.Module, tp: int, stage: int, args: argparse.Name
         engine.step()
         return float(loss.detach())
 
-    return step
+    return step, engine.destroy
 
 
-def fsdp_step(model: torch.nn.Module) -> Step:
+def fsdp_step(model: torch.nn.Module) -> tuple[Step, Close]:
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers:
@@ -113,7 +116,7 @@ def fsdp_step(model: torch.nn.Module) -> Step:
     return plain_step(model)
 
 
-def transformers_step(model: Any) -> Step:
+def transformers_step(model: Any) -> tuple[Step, Close]:
     """transformers' own tensor parallelism of a model in memory: through a folder, which is how it cuts."""
     import tempfile
 
@@ -128,7 +131,7 @@ def transformers_step(model: Any) -> Step:
     return plain_step(AutoModelForCausalLM.from_pretrained(folders[0], tp_plan="auto", dtype=torch.bfloat16))
 
 
-def plain_step(model: Any) -> Step:
+def plain_step(model: Any) -> tuple[Step, Close]:
     # A fused step takes plain tensors or DTensors, not both.
     kinds: dict[type, list[torch.Tensor]] = {}
     for parameter in model.parameters():
@@ -143,10 +146,10 @@ def plain_step(model: Any) -> Step:
             optimizer.zero_grad()
         return float(loss.detach())
 
-    return step
+    return step, lambda: None
 
 
-VARIANTS: dict[str, Callable[[argparse.Namespace, int], tuple[Step, int]]] = {
+VARIANTS: dict[str, Callable[[argparse.Namespace, int], tuple[tuple[Step, Close], int]]] = {
     "phalanx tp, zero 1": lambda args, world: (engine_step(build(args), world, 1, args), 1),
     "phalanx tp, sequence parallel": lambda args, world: (
         engine_step(build(args), world, 1, args, sequence_parallel=True),
@@ -163,7 +166,7 @@ VARIANTS: dict[str, Callable[[argparse.Namespace, int], tuple[Step, int]]] = {
 def measure(name: str, args: argparse.Namespace, world: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    step, replicas = VARIANTS[name](args, world)
+    (step, close), replicas = VARIANTS[name](args, world)
     seed = dist.get_rank() if replicas > 1 else 0
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, args.vocab, (args.batch, args.length), generator=generator).to(device())
@@ -179,6 +182,7 @@ def measure(name: str, args: argparse.Namespace, world: int) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
+    close()
     seconds = statistics.median(times)
     tokens = args.batch * args.length * replicas
     width = args.hidden // args.heads
