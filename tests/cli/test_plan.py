@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,8 +10,9 @@ from transformers import AutoConfig, LlamaForCausalLM
 from phalanx.cli.plan import _print
 from phalanx.parallel.plan import hollow_model
 from phalanx.training.plan import plan_settings, plan_training
+from tests.parallel.real_sizes import FOLDER, PUBLISHED
 
-FOLDER = Path(__file__).parents[2] / "examples" / "configs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def test_for_people(run, tmp_path):
     done = run("plan", FOLDER / "mixtral-8x7b" / "config.json", "--tp", 4, "--dp", 2, "--zero", 2, "--picture", picture)
     for part in (
         "mixtral-8x7b (mixtral): 46,702,792,704 parameters over 4 tensor-parallel x 2 data-parallel ranks",
-        "ZeRO 2, bfloat16, AdamW (the config names none)",
+        "ZeRO 2, bfloat16, AdamW (assumed)",
         "experts, column",
         "tp_plan: packed_colwise; [gate; up]",
         "structure: replicated (router: each rank chooses among all experts)",
@@ -124,3 +126,16 @@ def test_what_cannot_be_planned(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
     done = run("plan", tmp_path, "--json")
     assert done.exit_code == 2 and "no_such_model" in json.loads(done.stdout)["error"]["message"]
+
+
+def test_the_page_shows_real_output(run, tmp_path):
+    """docs/planning.md and its picture are what its commands print and draw."""
+    page = (DOCS / "planning.md").read_text()
+    command, shown = re.search(r"```bash\nphalanx (.+)\n```\n\n```\n(.*?)\n```", page, re.DOTALL).groups()
+    arguments = command.replace("examples/configs", str(FOLDER)).replace("docs/", f"{tmp_path}/").split()
+    done = run(*arguments)
+    assert [line.rstrip() for line in done.stdout.splitlines()] == shown.splitlines()
+    assert (tmp_path / "phi-4.svg").read_text() == (DOCS / "phi-4.svg").read_text()
+    refused = page.split("```\n")[-2]
+    assert run("plan", FOLDER / "phi-4", "--tp", 48).stderr == refused
+    assert {path.name for path in FOLDER.iterdir()} == set(PUBLISHED)

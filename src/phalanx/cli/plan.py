@@ -179,7 +179,7 @@ def _title(model: str) -> str:
 
 
 def _print(console: Console, model: str, found: TrainingPlan) -> None:
-    optimizer = f"{found.optimizer}{' (the config names none)' if found.assumed else ''}"
+    optimizer = f"{found.optimizer}{' (assumed)' if found.assumed else ''}"
     steps = f", {found.accumulation_steps} passes a step" if found.accumulation_steps > 1 else ""
     tp_size = found.model.tp_size
     console.print(
