@@ -14,7 +14,9 @@ from phalanx.models import POLICIES, load_families
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+ALL_BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+BLOCKS = [block for block in ALL_BLOCKS if "init_distributed" not in block]
+TRAINING = [block for block in ALL_BLOCKS if "init_distributed" in block]
 
 
 @pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
@@ -43,6 +45,18 @@ def test_the_code_runs(
         POLICIES.update(known)
     if model == "smollm2" and "capital of France" in block:
         assert "Paris" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", TRAINING, ids=range(len(TRAINING)))
+def test_the_training_code_runs_on_two_ranks(block: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(block)
+    command = [sys.executable, "-m", "phalanx.cli", "launch", "--nproc", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    losses = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
+    # Both ranks print, and say the same.
+    assert len(losses) == 6 and len({tuple(line) for line in losses}) == 3
 
 
 def test_the_files_it_names_are_there() -> None:
