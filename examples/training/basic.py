@@ -38,12 +38,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def load(model: str, seed: int) -> PreTrainedModel:
-    """The whole model, the same on all ranks. Real weights can come in slices instead: see memory.py."""
-    if not model.endswith(".json"):
-        return AutoModelForCausalLM.from_pretrained(model)
-    torch.manual_seed(seed)  # random weights: every rank must draw the same
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+def load(args: argparse.Namespace) -> PreTrainedModel:
+    """A model of which each rank will read its part (see memory.py), or random weights, the same on all ranks."""
+    if not args.model.endswith(".json"):
+        return phalanx.from_pretrained(args.model, dtype="float32" if args.precision == "fp32" else None)
+    torch.manual_seed(args.seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model))
 
 
 def samples(vocab_size: int, args: argparse.Namespace) -> Iterator[Tensor]:
@@ -70,7 +70,7 @@ def main(given: list[str] | None = None) -> None:
     }
     if args.precision != "fp32":
         config[args.precision] = {"enabled": True}  # float32 master weights stay behind
-    engine, *_ = phalanx.initialize(args, model=load(args.model, args.seed), config=config)
+    engine, *_ = phalanx.initialize(args, model=load(args), config=config)
     engine.train()
 
     # `dp` are the ranks at this rank's place in the other copies of the model: they share the samples out.

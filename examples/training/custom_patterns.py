@@ -81,12 +81,12 @@ class SharedOut(Sampler[int]):
             yield from torch.randperm(self.count, generator=generator).tolist()
 
 
-def load(model: str, seed: int) -> PreTrainedModel:
+def load(args: argparse.Namespace) -> PreTrainedModel:
     """The whole model, the same on all ranks."""
-    if not model.endswith(".json"):
-        return AutoModelForCausalLM.from_pretrained(model)
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    if not args.model.endswith(".json"):
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype="float32" if args.precision == "fp32" else "auto")
+    torch.manual_seed(args.seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model))
 
 
 def windows(path: str, model: str, length: int) -> list[Tensor]:
@@ -101,7 +101,7 @@ def windows(path: str, model: str, length: int) -> list[Tensor]:
 def main(given: list[str] | None = None) -> None:
     args = arguments(given)
     phalanx.init_distributed()
-    model = load(args.model, args.seed)
+    model = load(args)
     config = {
         "train_batch_size": args.batch,
         "zero_optimization": {"stage": args.zero},

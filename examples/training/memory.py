@@ -18,7 +18,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import phalanx
-from phalanx.parallel import from_pretrained
 
 SMALL = Path(__file__).parent / "configs" / "llama-40m.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -98,7 +97,7 @@ def measure(args: argparse.Namespace, folder: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(phalanx.get_accelerator().device())
     else:
         # Shapes only. `initialize` cuts them, and reads this rank's part of each tensor.
-        model = from_pretrained(folder, dtype=dtype)
+        model = phalanx.from_pretrained(folder, dtype=dtype)
     memory.show("after load")
 
     config = {

@@ -38,6 +38,6 @@ def test_slices_need_less(model: Path, tmp_path: Path) -> None:
 
 def test_through_the_launcher() -> None:
     command = [sys.executable, "-m", "phalanx.cli", "launch", "--nproc", "2", str(FOLDER / "custom_patterns.py")]
-    done = subprocess.run([*command, "--tp", "2", "--steps", "2"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--tp", "2", "--steps", "2"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert [line.split(" loss")[0] for line in done.stdout.splitlines()[1:]] == ["step 0", "step 1"]
