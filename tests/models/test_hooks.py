@@ -240,7 +240,7 @@ def test_inverse_frequencies_from_the_checkpoint(policies: dict[str, Any], tiny_
 
         def prepare_batch(self, batch: RaggedBatch) -> StepState:
             angles = batch.positions[:, None].float() * self.layers[0].inv_freq.data
-            return StepState(batch, (angles.cos(), angles.sin()))
+            return StepState(batch, [(angles.cos(), angles.sin())] * self.num_layers)
 
     changed = copy.deepcopy(tiny_llama)
     faster_rope(changed)

@@ -107,7 +107,7 @@ def test_the_built_in_families_come_first(policies: dict[str, Any], monkeypatch:
         ({"model_types": ("x",), "model_class": TransformerModel}, "Wrong: name its `layer_container`, or override"),
         (
             {"model_types": ("x",), "model_class": TransformerModel, "layer_container": LlamaLayer},
-            "Wrong: name its `outer_container`, or override build_container_map",
+            "Wrong: name its `outer_container`, or override make_outer_container or build_container_map",
         ),
     ],
 )

@@ -34,7 +34,17 @@ __all__ = [
 from phalanx.models.base import TransformerModel
 from phalanx.models.policy import POLICIES, InferencePolicy
 
-FAMILIES = ("llama",)
+FAMILIES = (
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "opt",
+    "phi",
+    "qwen2",
+    "qwen3",
+    "stablelm",
+)
 """Modules of this package that declare a family each."""
 
 

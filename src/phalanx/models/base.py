@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,6 @@ from phalanx.models.kv_spec import KVCacheSpec, KVGroup, kv_groups
 from phalanx.models.layers import (
     Attention,
     Embedding,
-    HeadNorm,
     Linear,
     Norm,
     Placement,
@@ -31,7 +30,7 @@ from phalanx.models.layers import (
     split_sizes,
 )
 from phalanx.models.parameter import DeclarationError, InferenceParameter
-from phalanx.models.rope import RotaryEmbedding
+from phalanx.models.rope import RopeSettings, RotaryEmbedding
 from phalanx.models.traits import Traits
 from phalanx.ops.batch import RaggedBatch
 
@@ -57,10 +56,10 @@ class BlockSource(Protocol):
 
 @dataclass(frozen=True)
 class StepState:
-    """What every layer of one forward shares."""
+    """What the layers of one forward share: the batch, and each layer's rotary angles (None for one without)."""
 
     batch: RaggedBatch
-    cos_sin: tuple[Tensor, Tensor] | None
+    cos_sin: Sequence[tuple[Tensor, Tensor] | None]
 
 
 class TransformerModel(Traits):
@@ -93,7 +92,7 @@ class TransformerModel(Traits):
         self.embed = self.make_embedding_layer()
         self.unembed = self.make_unembedding_layer()
         self.activate = self.placement.op("gated_activation" if self.gated_mlp else "activation")
-        self.rotary = RotaryEmbedding(self.rope, self.device) if self.rope is not None else None
+        self.rotary = self._rotaries()
         self.layers: list[Any] = []
         self.outer: Any = None
         self._kv: list[tuple[Tensor, Tensor]] = []
@@ -101,7 +100,7 @@ class TransformerModel(Traits):
     # -- hooks: the modules
 
     def make_norm_layer(self) -> Norm:
-        return Norm(self.placement, self.norm_type, self.norm_eps)
+        return Norm(self.placement, self.norm_type, self.norm_eps, self.norm_offset)
 
     def make_qkv_layer(self) -> Linear:
         """Fused [Q; K; V], cut by heads."""
@@ -140,6 +139,9 @@ class TransformerModel(Traits):
     def make_unembedding_layer(self) -> Unembedding:
         return Unembedding(self.placement, self.vocab_size, self.hidden_size)
 
+    def make_rotary(self, rope: RopeSettings) -> RotaryEmbedding:
+        return RotaryEmbedding(rope, self.device)
+
     # -- hooks: from checkpoint tensors to served ones; what Parameters call inside finalize()
 
     def transform_qkv_param(self, value: Any) -> InferenceParameter | None:
@@ -169,6 +171,11 @@ class TransformerModel(Traits):
 
     def transform_norm_param(self, value: Any) -> InferenceParameter | None:
         return self.norm.transform(value)
+
+    def transform_head_weight_param(self, value: Any, queries: bool) -> InferenceParameter | None:
+        """A vector with ``head_dim`` numbers for every query head (or every KV head): those of this rank's heads."""
+        block = attention_blocks(self.num_heads, self.num_kv_heads, self.head_dim)[0 if queries else 1]
+        return InferenceParameter(self.placement.cut(value, Partition.column((block,))))
 
     def transform_inv_freq_param(self, value: Any) -> InferenceParameter | None:
         """Inverse frequencies of rope: float32 whatever the model's dtype, for they are multiplied by positions."""
@@ -246,8 +253,9 @@ class TransformerModel(Traits):
 
     def prepare_batch(self, batch: RaggedBatch) -> StepState:
         """What the layers share, computed once a forward: the rotary angles."""
-        cos_sin = self.rotary.cos_sin(batch.positions, batch.rope_lens) if self.rotary is not None else None
-        return StepState(batch, cos_sin)
+        kinds = {rotary for rotary in self.rotary if rotary is not None}
+        angles = {rotary: rotary.cos_sin(batch.positions, batch.rope_lens) for rotary in kinds}
+        return StepState(batch, [None if rotary is None else angles[rotary] for rotary in self.rotary])
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, layers: range | None = None) -> Tensor:
@@ -264,6 +272,8 @@ class TransformerModel(Traits):
     def forward_embed(self, batch: RaggedBatch) -> Tensor:
         """Embeddings [T, hidden] of the batch's ids."""
         hidden = self.embed(batch.input_ids, self.outer.word_emb)
+        if self.embedding_scale != 1:
+            hidden = hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype).item()
         if self.learned_positions:
             hidden = hidden + embedding(batch.positions + self.position_offset, self.outer.pos_emb.data)
         return hidden
@@ -286,11 +296,17 @@ class TransformerModel(Traits):
         """hidden [T, hidden], normed -> [T, hidden], not yet added to the residual."""
         parameters = self.layers[layer]
         qkv = self.qkv(hidden, parameters.qkv, bias_of(parameters, "qkv"))
-        qk_norms = (
-            (self._head_norm(parameters, "q_norm"), self._head_norm(parameters, "k_norm")) if self.qk_norm else None
-        )
-        out = self.attention[layer](qkv, self._kv[layer], state.batch, self.kv_group_of[layer], state.cos_sin, qk_norms)
+        before_rope = partial(self.forward_heads, layer, state)
+        angles, group = state.cos_sin[layer], self.kv_group_of[layer]
+        out = self.attention[layer](qkv, self._kv[layer], state.batch, group, angles, before_rope)
         return self.attn_out(out, parameters.attn_out, bias_of(parameters, "attn_out"))
+
+    def forward_heads(self, layer: int, state: StepState, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of this rank before rope, [T, heads, head_dim] each: normed where ``qk_norm`` says so."""
+        if not self.qk_norm:
+            return q, k
+        p = self.layers[layer]
+        return self.norm(q, p.q_norm, bias_of(p, "q_norm")), self.norm(k, p.k_norm, bias_of(p, "k_norm"))
 
     def forward_mlp(self, layer: int, hidden: Tensor) -> Tensor:
         """hidden [T, hidden], normed -> [T, hidden], not yet added to the residual."""
@@ -323,10 +339,6 @@ class TransformerModel(Traits):
             return out
         return self.norm(out, getattr(parameters, name), bias_of(parameters, name))
 
-    def _head_norm(self, parameters: Any, name: str) -> HeadNorm:
-        weight, bias = getattr(parameters, name), bias_of(parameters, name)
-        return lambda heads: self.norm(heads, weight, bias)
-
     # -- derived
 
     @cached_property
@@ -334,6 +346,13 @@ class TransformerModel(Traits):
         """Query and KV heads of this rank."""
         query, key, _ = split_sizes(attention_blocks(self.num_heads, self.num_kv_heads, self.head_dim), self.group)
         return query // self.head_dim, key // self.head_dim
+
+    def _rotaries(self) -> list[RotaryEmbedding | None]:
+        """Each layer's rope, one object for layers whose settings are equal."""
+        settings = [self.rope_of(layer) for layer in range(self.num_layers)]
+        firsts = [settings.index(rope) for rope in settings]
+        made = {first: self.make_rotary(rope) for first, rope in enumerate(settings) if rope and firsts[first] == first}
+        return [made.get(first) for first in firsts]
 
     def _dtype(self) -> torch.dtype:
         if self.engine_config.dtype == "auto":

@@ -7,6 +7,7 @@ then joins, then converts. Activations are ragged: [T, hidden], T tokens of all 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from phalanx.ops.linear import PreparedWeight, embedding_lookup, linear, prepare
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What a checkpoint's tensors may be; anything else would need its scales."""
 
-HeadNorm = Callable[[Tensor], Tensor]
-"""A norm of every head: [T, heads, head_dim] -> the same."""
+QueryKeyStep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""What is done to queries and keys before rope: [T, heads, head_dim] each -> the same."""
 
 
 class Placement:
@@ -66,9 +67,9 @@ class Placement:
             raise ValueError(f"holds {value.dtype}, expected one of {', '.join(map(str, FLOATS))}")
         shard_into(out, value, partition, self.group.rank, self.group.size)
 
-    def op(self, name: str) -> Any:
-        """The implementation of an op for this device and dtype."""
-        return registry.select(name, device=self.device, dtype=self.dtype, forced=self.forced.get(name))
+    def op(self, name: str, needs: frozenset[str] = frozenset()) -> Any:
+        """The implementation of an op for this device and dtype that has the optional features ``needs``."""
+        return registry.select(name, device=self.device, dtype=self.dtype, forced=self.forced.get(name), needs=needs)
 
 
 def split_sizes(blocks: Sequence[Block], group: Group) -> list[int]:
@@ -175,33 +176,47 @@ class Norm:
     Args:
         kind: "rms_norm" or "layer_norm".
         eps: the model's epsilon.
+        offset: what is added to the weights of a checkpoint; in float32, since they lie near it.
     """
 
-    def __init__(self, placement: Placement, kind: str, eps: float) -> None:
+    def __init__(self, placement: Placement, kind: str, eps: float, offset: float = 0.0) -> None:
         self.placement = placement
         self.kind = kind
         self.eps = eps
+        self.offset = offset
         self._norm: Callable[..., Tensor] = placement.op(kind)
         self._add_norm: Callable[..., tuple[Tensor, Tensor]] | None = (
             placement.op("add_rms_norm") if kind == "rms_norm" else None
         )
 
     def transform(self, value: Any) -> InferenceParameter | None:
-        return None if value is None else InferenceParameter(self.placement.cut(value, Partition.replicate()))
+        """A weight or bias, whole; None stays None."""
+        if value is None:
+            return None
+        if not self.offset:
+            return InferenceParameter(self.placement.cut(value, Partition.replicate()))
+        wide = torch.promote_types(self.placement.dtype, torch.float32)
+        return InferenceParameter(self.placement.cut(value, Partition.replicate(), wide).add_(self.offset))
 
-    def __call__(self, x: Tensor, weight: InferenceParameter, bias: InferenceParameter | None = None) -> Tensor:
-        """x [T, hidden] -> its norm."""
-        if self.kind == "rms_norm":
-            return self._norm(x, weight.data, self.eps)
-        return self._norm(x, weight.data, None if bias is None else bias.data, self.eps)
+    def __call__(self, x: Tensor, weight: InferenceParameter | None, bias: InferenceParameter | None = None) -> Tensor:
+        """x [T, hidden] -> its norm. Only a LayerNorm can be without weight."""
+        if self.kind == "layer_norm":
+            return self._norm(x, None if weight is None else weight.data, None if bias is None else bias.data, self.eps)
+        if weight is None:
+            raise ValueError("an RMSNorm needs its weight")
+        return self._norm(x, weight.data, self.eps)
 
     def add(
-        self, x: Tensor, residual: Tensor | None, weight: InferenceParameter, bias: InferenceParameter | None = None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: InferenceParameter | None,
+        bias: InferenceParameter | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual); without a residual, (norm of x, x)."""
         if residual is None:
             return self(x, weight, bias), x
-        if self._add_norm is not None:
+        if self._add_norm is not None and weight is not None:
             return self._add_norm(x, residual, weight.data, self.eps)
         total = x + residual
         return self(total, weight, bias), total
@@ -215,6 +230,7 @@ class Attention:
         scale: factor of the scores.
         window: keys that a query sees, itself included; None for all.
         soft_cap: bound of the scores by tanh; None for none.
+        key_bias: float32 [num_heads, positions], added to the scores of a key by its position (ALiBi); None for none.
     """
 
     def __init__(
@@ -227,11 +243,16 @@ class Attention:
         window: int | None = None,
         soft_cap: float | None = None,
         interleaved_rope: bool = False,
+        key_bias: Tensor | None = None,
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale, self.window, self.soft_cap = scale, window, soft_cap
         self.interleaved_rope = interleaved_rope
-        self._attention: Callable[..., Tensor] = placement.op("attention")
+        attention = placement.op("attention", needs=frozenset(() if key_bias is None else ("key_bias",)))
+        # Implementations without the feature need not know its argument.
+        self._attention: Callable[..., Tensor] = (
+            attention if key_bias is None else partial(attention, key_bias=key_bias)
+        )
         self._rope_write: Callable[..., Tensor] = placement.op("rope_write_kv")
 
     def __call__(
@@ -241,18 +262,18 @@ class Attention:
         batch: RaggedBatch,
         kv_group: int,
         cos_sin: tuple[Tensor, Tensor] | None,
-        qk_norms: tuple[HeadNorm, HeadNorm] | None = None,
+        before_rope: QueryKeyStep | None = None,
     ) -> Tensor:
         """qkv [T, (heads + 2 kv_heads) * head_dim] of this rank -> [T, heads * head_dim].
 
-        ``cos_sin`` is None for a model without rope, ``qk_norms`` for one without norms of queries and keys.
+        ``cos_sin`` is None for a layer without rope, ``before_rope`` where queries and keys stay as they are.
         """
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q = heads[:, : self.num_heads]
         k = heads[:, self.num_heads : self.num_heads + self.num_kv_heads]
         v = heads[:, self.num_heads + self.num_kv_heads :]
-        if qk_norms is not None:
-            q, k = qk_norms[0](q), qk_norms[1](k)
+        if before_rope is not None:
+            q, k = before_rope(q, k)
         cos, sin = cos_sin if cos_sin is not None else (None, None)
         q = self._rope_write(q, k, v, cos, sin, batch.slot_mapping[kv_group], *kv, interleaved=self.interleaved_rope)
         out = self._attention(

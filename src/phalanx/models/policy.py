@@ -25,7 +25,7 @@ POLICIES: dict[str, type[InferencePolicy]] = {}
 PARTS = {
     "model_class": ("instantiate_model", "build_model"),
     "layer_container": ("make_layer_container", "build_container_map"),
-    "outer_container": ("build_container_map",),
+    "outer_container": ("make_outer_container", "build_container_map"),
 }
 """What a policy names, and the hooks that make it needless."""
 
@@ -115,11 +115,15 @@ class InferencePolicy:
         """The container of one layer; override where layers differ."""
         return self.layer_container(model)
 
+    def make_outer_container(self, model: TransformerModel) -> LayerContainer:
+        """The container of what is in no layer; override where it depends on the config."""
+        return self.outer_container(model)
+
     def build_container_map(self) -> ContainerMap:
         """The containers of ``self.model`` and the names that they are found under."""
         result = ContainerMap()
         layers = [self.make_layer_container(self.model, layer) for layer in range(self.model.num_layers)]
-        outer = self.outer_container(self.model)
+        outer = self.make_outer_container(self.model)
         result.set_transformer_params(self.layer_prefix, layers)
         result.set_non_transformer_params(outer)
         result.set_unmapped_params(self.unmapped)

@@ -56,29 +56,44 @@ class RopeSettings:
         return 0
 
 
-def rope_settings(config: HFConfig, head_dim: int) -> RopeSettings:
+def rope_settings(
+    config: HFConfig,
+    head_dim: int,
+    *,
+    layer_type: str | None = None,
+    theta_key: str = "rope_theta",
+    partial_key: str = "partial_rotary_factor",
+    default_theta: float = 10000.0,
+) -> RopeSettings:
     """Rope of a config: ``rope_parameters`` (new), or ``rope_theta`` with ``rope_scaling`` (old; ``type`` too).
+
+    Args:
+        layer_type: the layers that it is for, where a config may tell them apart (``rope_parameters`` by layer type).
+            An old ``rope_scaling`` is for "full_attention" only.
+        theta_key, partial_key: what this config's old spelling calls ``rope_theta`` and ``partial_rotary_factor``.
+        default_theta: theta where the config says none.
 
     Raises:
         ModelConfigError: an unknown kind, a missing or impossible number, two spellings that disagree.
     """
     given = config.given
-    values = _one_spelling(given)
+    values = _one_spelling(given) if layer_type is None else _of_layers(given, layer_type)
     kind = values.pop("rope_type", None) or values.pop("type", None) or "default"
     values.pop("type", None)
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ModelConfigError(f"rope parameters per layer type ({', '.join(values)}) are not supported by this model")
     if kind not in KINDS:
         raise ModelConfigError(f"rope type {kind!r} is unknown: supported are {', '.join(KINDS)}")
-    theta = values.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    partial = values.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    theta = values.pop("rope_theta", None) or config.get(theta_key) or config.get("rope_theta") or default_theta
+    part = values.pop("partial_rotary_factor", None) or config.get(partial_key) or config.get("partial_rotary_factor")
+    partial = part or 1.0
     rotary_dim = int(head_dim * _positive("partial_rotary_factor", partial))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelConfigError(f"rope over {rotary_dim} of {head_dim} elements: an even, positive part is needed")
     max_positions = config.integer("max_position_embeddings")
     inside = values.pop("original_max_position_embeddings", None)
     # Phi-3 writes the original length beside rope_scaling, others inside; llama3 and yarn default to the maximum.
-    original = given.get("original_max_position_embeddings") or inside or max_positions
+    original = config.get("original_max_position_embeddings") or inside or max_positions
     original = int(_positive("original_max_position_embeddings", original))
     settings = RopeSettings(kind, _positive("rope_theta", theta), rotary_dim, max_positions, original, values)
     _check(settings)
@@ -97,6 +112,14 @@ def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ModelConfigError(f"rope_parameters and rope_scaling disagree about {', '.join(differing)}: keep one")
         merged.update(value)
     return merged
+
+
+def _of_layers(given: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
+    """The parameters for the layers of one type."""
+    by_type = given.get("rope_parameters") or {}
+    if isinstance(by_type, Mapping) and any(isinstance(value, Mapping) for value in by_type.values()):
+        return dict(by_type.get(layer_type) or {})
+    return _one_spelling(given) if layer_type == "full_attention" else {}
 
 
 REQUIRED: dict[str, tuple[str, ...]] = {

@@ -6,7 +6,7 @@ A family overrides those that its config spells otherwise, as a property or a pl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.models.hf_config import HFConfig, ModelConfigError
 from phalanx.models.rope import RopeSettings, rope_settings
@@ -24,6 +24,11 @@ NORMS: dict[str, tuple[str, ...]] = {
 
 BIASED = ("qkv", "attn_out", "mlp_1", "mlp_2", "word_unembed")
 """The linear layers: they may have a bias, and so do the norms if they are LayerNorms."""
+
+
+def integer_of(key: str) -> Any:
+    """A trait that is a whole number which the config calls ``key``: ``num_layers = integer_of("n_layer")``."""
+    return property(lambda self: self.config.integer(key))
 
 
 class Traits:
@@ -85,6 +90,11 @@ class Traits:
         return self.config.number("rms_norm_eps" if self.norm_type == "rms_norm" else "layer_norm_eps")
 
     @property
+    def norm_offset(self) -> float:
+        """What is added to the weights of norms: 1 where a checkpoint stores their distance from 1."""
+        return 0.0
+
+    @property
     def norm_placement(self) -> NormPlacement:
         """Where a layer's norms stand: before attention and MLP ("pre"), on what they return ("post"), or both
         ("sandwich"). ``NORMS`` names their parameters."""
@@ -133,6 +143,11 @@ class Traits:
         """Scores are ``cap * tanh(score / cap)``; None for none."""
         return None
 
+    @property
+    def sliding_window(self) -> int | None:
+        """The config's window, for the layers that have one; None for none."""
+        return None if self.config.get("sliding_window") is None else self.config.integer("sliding_window")
+
     def window(self, layer: int) -> int | None:
         """Tokens that a query of this layer sees, itself included; None for all."""
         return None
@@ -143,6 +158,11 @@ class Traits:
     def rope(self) -> RopeSettings | None:
         """Rotary positions; None for a model without."""
         return rope_settings(self.config, self.head_dim)
+
+    def rope_of(self, layer: int) -> RopeSettings | None:
+        """Rotary positions of one layer; None for a layer without. Of those of a model one at most may depend on a
+        length, and that one is ``rope``."""
+        return self.rope
 
     @property
     def interleaved_rope(self) -> bool:
@@ -159,7 +179,12 @@ class Traits:
         """Rows of that table before the one of position 0."""
         return 0
 
-    # -- the head
+    # -- embedding and head
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embeddings, rounded to the model's dtype."""
+        return 1.0
 
     @property
     def tied_head(self) -> bool:
@@ -214,6 +239,15 @@ class Traits:
             raise ModelConfigError(f"{self.num_heads} attention heads do not divide over {self.num_kv_heads} KV heads")
         if self.norm_placement not in NORMS:
             raise ModelConfigError(f"norm_placement {self.norm_placement!r} is unknown: {', '.join(NORMS)}")
+        for layer in range(self.num_layers):
+            window = self.window(layer)
+            if window is not None and window < 1:
+                raise ModelConfigError(f"layer {layer} has a window of {window} tokens: expected at least 1, or null")
+            rope = self.rope_of(layer)
+            if rope is not None and rope.length_dependent and rope != self.rope:
+                raise ModelConfigError(
+                    f"rope type {rope.kind!r} in some layers beside another in others: not supported"
+                )
 
 
 def scaled_length(rope: RopeSettings) -> int:

@@ -24,6 +24,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    key_bias: Tensor | None = None,
     max_query_len: int,
     max_seq_len: int,
 ) -> Tensor:
@@ -41,11 +42,15 @@ def paged_attention(
         scale: factor of the scores.
         window: a token at position p sees the keys p - window < j <= p; None: all j <= p.
         soft_cap: scores become `cap * tanh(score / cap)`.
+        key_bias: float32 `[Hq, positions]`, added last to the scores of the key at each position of its sequence (for
+            ALiBi, slope times position); no sequence may be longer. An optional feature: see `registry.register`.
         max_query_len, max_seq_len: at least the largest number of new tokens and the longest context.
     Returns:
         `[T, Hq, D]`, contiguous, of q's dtype. Cache slots that no new token sees never matter, NaN in them included.
     """
-    run = registry.select("attention", device=q.device, dtype=q.dtype)
+    needs = frozenset(() if key_bias is None else ("key_bias",))
+    run = registry.select("attention", device=q.device, dtype=q.dtype, needs=needs)
+    optional = {} if key_bias is None else {"key_bias": key_bias}
     return run(
         q,
         k_cache,
@@ -58,6 +63,7 @@ def paged_attention(
         soft_cap=soft_cap,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        **optional,
     )
 
 
@@ -72,6 +78,7 @@ def reference_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    key_bias: Tensor | None = None,
     max_query_len: int,
     max_seq_len: int,
 ) -> Tensor:
@@ -80,7 +87,7 @@ def reference_attention(
     Queries are padded to the longest of the batch. On the CPU, where reading the lengths costs nothing, single queries
     stand apart from longer ones, so that a piece of a prompt does not pad the answers beside it.
     """
-    attend = partial(_padded_attention, scale=scale, window=window, soft_cap=soft_cap)
+    attend = partial(_padded_attention, scale=scale, window=window, soft_cap=soft_cap, key_bias=key_bias)
     lengths = cu_seqlens_q.diff().long()
     single = lengths <= 1
     if q.device.type != "cpu" or single.all() or not single.any():
@@ -122,6 +129,7 @@ def _padded_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    key_bias: Tensor | None,
     max_query_len: int,
     max_seq_len: int,
 ) -> Tensor:
@@ -149,7 +157,7 @@ def _padded_attention(
             real = index < lengths[these, None]
             rows = (starts[these, None] + index).clamp_max(tokens - 1)
             positions = old + index
-            values = _attend(q[rows], k, v, positions, scale, window, soft_cap).to(q.dtype)
+            values = _attend(q[rows], k, v, positions, scale, window, soft_cap, key_bias).to(q.dtype)
             # Padding adds 0 to some row, each real row is added to once: exact, and no size depends on the data.
             out.index_add_(0, rows.flatten(), values.masked_fill(~real[..., None, None], 0).flatten(0, 1))
     return out
@@ -172,7 +180,14 @@ def _gather_context(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None, soft_cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    key_bias: Tensor | None,
 ) -> Tensor:
     """q `[S, I, Hq, D]` at `positions` `[S, I]` over k, v `[S, L, Hkv, D]` -> `[S, I, Hq, D]` in k's dtype."""
     kv_heads = k.shape[2]
@@ -181,6 +196,10 @@ def _attend(
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
     keys = torch.arange(k.shape[1], device=k.device)
+    if key_bias is not None:
+        # `max_seq_len` may go beyond every sequence; what lies there is not seen.
+        by_key = key_bias[:, keys.clamp_max(key_bias.shape[1] - 1)].to(k.dtype)
+        scores = scores + by_key.unflatten(0, (kv_heads, -1))[:, :, None]
     seen = keys <= positions[..., None]
     if window is not None:
         seen = seen & (keys > positions[..., None] - window)
@@ -189,4 +208,4 @@ def _attend(
     return torch.einsum("sghil,slgd->sighd", scores.softmax(-1), v).flatten(2, 3)
 
 
-registry.register("attention", "reference", reference_attention)
+registry.register("attention", "reference", reference_attention, features=("key_bias",))

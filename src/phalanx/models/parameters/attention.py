@@ -65,6 +65,17 @@ class GQAMegatronQKVParameter(FusedQKVParameter):
         return model.transform_qkv_param(by_kv_group(self.params, model.num_kv_heads, group, model.head_dim))
 
 
+class GQAMegatronQKVBiasParameter(FusedQKVBiasParameter):
+    """The bias of that layout, there exactly if the model's trait ``qkv_bias`` says so."""
+
+    def finalize(self) -> InferenceParameter | None:
+        if self.params is None:
+            return None
+        model = self.inference_model
+        group = model.num_heads // model.num_kv_heads
+        return model.transform_qkv_param(by_kv_group(self.params, model.num_kv_heads, group, model.head_dim))
+
+
 def by_kv_group(fused: object, num_kv_heads: int, group: int, head_dim: int) -> tuple[Rows, Rows, Rows]:
     """Q, K and V of a tensor that holds [``group`` query heads, k, v] of every KV head."""
     step = (group + 2) * head_dim

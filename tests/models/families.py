@@ -1,0 +1,120 @@
+"""The variants of every family that the tests serve: what they change in a small config of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.tiny import randomize, save
+
+LENGTH = 40
+WINDOW = 9
+
+BASE = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 70,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MHA = {"num_key_value_heads": None}
+WIDER = {"hidden_size": 64}  # a quarter of a head of 16 is an even number
+SLIDING, FULL = "sliding_attention", "full_attention"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5000.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5000.0}
+
+NEOX = {**MHA, **WIDER}
+OPT = {"ffn_dim": 70, "word_embed_proj_dim": 48, **MHA}
+GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 131, "bos_token_id": 1}
+WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "mistral": {
+        "window": {"sliding_window": WINDOW},
+        "no-window": {"sliding_window": None, "head_dim": 20, "num_key_value_heads": 1},
+        "yarn-tied": {"sliding_window": None, "rope_parameters": YARN, "tie_word_embeddings": True},
+    },
+    "qwen2": {
+        "plain": {},
+        "windows-above-1": {**WINDOWS, "max_window_layers": 1},
+        "windows-listed": {**WINDOWS, "layer_types": [SLIDING, FULL]},
+        "window-unused": {"use_sliding_window": False, "sliding_window": WINDOW, "max_window_layers": 0},
+        "tied-yarn": {"tie_word_embeddings": True, "rope_parameters": YARN},
+    },
+    "qwen3": {
+        "plain": {"head_dim": 12},
+        "wide-head": {"head_dim": 20, "attention_bias": True},
+        "windows": {"head_dim": 12, **WINDOWS, "max_window_layers": 1},
+    },
+    "gpt_neox": {
+        "parallel": NEOX,
+        "sequential": {**NEOX, "use_parallel_residual": False, "hidden_act": "gelu_new"},
+        "no-bias": {**NEOX, "attention_bias": False},
+        "half-rotated": {**NEOX, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        "linear-rope": {**NEOX, "rope_parameters": {**LINEAR, "partial_rotary_factor": 1.0}},
+    },
+    "gpt2": {
+        "plain": GPT2,
+        "scaled": {**GPT2, "scale_attn_by_inverse_layer_idx": True, "n_inner": 70, "tie_word_embeddings": True},
+        "unscaled": {**GPT2, "scale_attn_weights": False, "activation_function": "relu"},
+    },
+    "phi": {
+        "plain": {},
+        "normed-heads": {"qk_layernorm": True, "num_key_value_heads": None},
+        "wholly-rotated": {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 1.0}},
+    },
+    "opt": {
+        "norm-first": OPT,
+        "norm-after": {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
+        "narrow-tied": {**OPT, "word_embed_proj_dim": 32, "tie_word_embeddings": True},
+        "no-bias": {**OPT, "enable_bias": False, "activation_function": "gelu"},
+        "no-affine": {**OPT, "layer_norm_elementwise_affine": False},
+        "no-final-norm": {**OPT, "_remove_final_layer_norm": True},
+    },
+    "stablelm": {
+        "plain": WIDER,
+        "parallel": {**WIDER, "use_parallel_residual": True, "use_qkv_bias": True},
+        "normed-heads": {**WIDER, "qk_layernorm": True},
+        "parallel-normed-heads": {
+            **WIDER,
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+            "num_key_value_heads": 4,
+        },
+    },
+}
+
+CASES = [f"{family}:{variant}" for family, variants in VARIANTS.items() for variant in variants]
+
+
+def config_of(case: str) -> Any:
+    """transformers' config of ``family:variant``."""
+    family, _, variant = case.partition(":")
+    values = {**BASE, **VARIANTS[family][variant]}
+    return AutoConfig.for_model(
+        family, **{key: value for key, value in values.items() if key not in ABSENT.get(family, ())}
+    )
+
+
+ABSENT = {"gpt2": [key for key in BASE if key not in GPT2 and key not in ("tie_word_embeddings", "eos_token_id")]}
+"""Values of BASE that a family calls otherwise."""
+
+
+def module_of(case: str) -> Any:
+    """transformers' module, random, in fp32. Its attention is the eager one: the only one with every feature."""
+    return randomize(AutoModelForCausalLM.from_config(config_of(case), attn_implementation="eager").float())
+
+
+def folder_of(case: str, folder: Path) -> tuple[Any, Path]:
+    """The module, and the folder that it was saved in."""
+    module = module_of(case)
+    return module, save(module, folder)
