@@ -33,6 +33,22 @@ LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5000.0}
 
 NEOX = {**MHA, **WIDER}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.05 * i for i in range(6)],
+    "long_factor": [1.5 + 0.9 * i for i in range(6)],
+    "rope_theta": 10000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+}
+GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": WINDOW}
+FALCON = {"num_key_value_heads": None, "multi_query": True, "parallel_attn": True}
 OPT = {"ffn_dim": 70, "word_embed_proj_dim": 48, **MHA}
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 131, "bos_token_id": 1}
 WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
@@ -91,6 +107,55 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "num_key_value_heads": 4,
         },
     },
+    "phi3": {
+        "fused": {},
+        "window": {"sliding_window": WINDOW, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        "longrope": {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE},
+        "longrope-partly-rotated": {
+            **WIDER,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
+        },
+    },
+    "gemma2": {
+        "plain": {**GEMMA, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
+        "uncapped": {**GEMMA, "final_logit_softcapping": None, "attn_logit_softcapping": None},
+        "tied": {**GEMMA, "tie_word_embeddings": True, "attention_bias": True, "attn_logit_softcapping": 2.0},
+    },
+    "gemma3_text": {
+        "two-ropes": {**GEMMA, "layer_types": [SLIDING, FULL]},
+        "six-layers": {**GEMMA, "num_hidden_layers": 6, "tie_word_embeddings": True},
+        "scaled": {
+            **GEMMA,
+            "layer_types": [SLIDING, FULL],
+            "rope_parameters": {FULL: LINEAR, SLIDING: {"rope_type": "default", "rope_theta": 300.0}},
+            "final_logit_softcapping": 3.0,
+        },
+    },
+    "olmo2": {
+        "plain": {},
+        "multi-head": {"num_key_value_heads": None, "attention_bias": True},
+        "multi-query": {"num_key_value_heads": 1, "rope_parameters": YARN},
+    },
+    "exaone4": {
+        "hybrid": {"sliding_window": WINDOW, "layer_types": [SLIDING, FULL], "head_dim": 20},
+        "pattern": {"sliding_window": WINDOW, "sliding_window_pattern": 4, "num_hidden_layers": 4},
+        "global": {"sliding_window": None, "layer_types": [FULL, FULL], "tie_word_embeddings": True},
+        "llama3-rope": {"sliding_window": WINDOW, "layer_types": [SLIDING, FULL], "rope_parameters": LLAMA3},
+    },
+    "falcon": {
+        "multi-query": {**FALCON},
+        "grouped": {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+        "grouped-one-norm": {
+            **FALCON,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+        },
+        "rw": {**FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+        "six-heads-alibi": {**FALCON, "num_attention_heads": 6, "alibi": True, "tie_word_embeddings": True},
+        "multi-head-rope": {**FALCON, "multi_query": False, "ffn_hidden_size": 70, "activation": "relu"},
+    },
 }
 
 CASES = [f"{family}:{variant}" for family, variants in VARIANTS.items() for variant in variants]
@@ -109,9 +174,14 @@ ABSENT = {"gpt2": [key for key in BASE if key not in GPT2 and key not in ("tie_w
 """Values of BASE that a family calls otherwise."""
 
 
+ATTENTION = {"falcon": "sdpa"}
+"""transformers' attention: eager, the only one with soft caps. Falcon's eager one adds ALiBi twice."""
+
+
 def module_of(case: str) -> Any:
-    """transformers' module, random, in fp32. Its attention is the eager one: the only one with every feature."""
-    return randomize(AutoModelForCausalLM.from_config(config_of(case), attn_implementation="eager").float())
+    """transformers' module, random, in fp32."""
+    attention = ATTENTION.get(case.partition(":")[0], "eager")
+    return randomize(AutoModelForCausalLM.from_config(config_of(case), attn_implementation=attention).float())
 
 
 def folder_of(case: str, folder: Path) -> tuple[Any, Path]:

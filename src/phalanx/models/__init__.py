@@ -35,12 +35,20 @@ from phalanx.models.base import TransformerModel
 from phalanx.models.policy import POLICIES, InferencePolicy
 
 FAMILIES = (
+    "exaone4",
+    "exaone4_5",
+    "falcon",
+    "gemma2",
+    "gemma3",
     "gpt2",
     "gpt_neox",
     "llama",
     "mistral",
+    "olmo2",
     "opt",
     "phi",
+    "phi3",
+    "qwen",
     "qwen2",
     "qwen3",
     "stablelm",

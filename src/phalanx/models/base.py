@@ -118,6 +118,7 @@ class TransformerModel(Traits):
             self.window(layer),
             self.attention_soft_cap,
             self.interleaved_rope,
+            self.local_key_bias,
         )
 
     def make_attn_out_layer(self) -> Linear:
@@ -353,6 +354,12 @@ class TransformerModel(Traits):
         firsts = [settings.index(rope) for rope in settings]
         made = {first: self.make_rotary(rope) for first, rope in enumerate(settings) if rope and firsts[first] == first}
         return [made.get(first) for first in firsts]
+
+    @cached_property
+    def local_key_bias(self) -> Tensor | None:
+        """The trait ``key_bias`` for the query heads of this rank."""
+        whole, rows = self.key_bias, attention_blocks(self.num_heads, self.num_kv_heads, 1)[:1]
+        return None if whole is None else self.placement.cut(whole, Partition.column(rows), torch.float32)
 
     def _dtype(self) -> torch.dtype:
         if self.engine_config.dtype == "auto":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ def rope_settings(
     theta_key: str = "rope_theta",
     partial_key: str = "partial_rotary_factor",
     default_theta: float = 10000.0,
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> RopeSettings:
     """Rope of a config: ``rope_parameters`` (new), or ``rope_theta`` with ``rope_scaling`` (old; ``type`` too).
 
@@ -72,6 +74,7 @@ def rope_settings(
             An old ``rope_scaling`` is for "full_attention" only.
         theta_key, partial_key: what this config's old spelling calls ``rope_theta`` and ``partial_rotary_factor``.
         default_theta: theta where the config says none.
+        aliases: kinds that this config names otherwise -> one of KINDS.
 
     Raises:
         ModelConfigError: an unknown kind, a missing or impossible number, two spellings that disagree.
@@ -80,6 +83,7 @@ def rope_settings(
     values = _one_spelling(given) if layer_type is None else _of_layers(given, layer_type)
     kind = values.pop("rope_type", None) or values.pop("type", None) or "default"
     values.pop("type", None)
+    kind = aliases.get(kind, kind)
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ModelConfigError(f"rope parameters per layer type ({', '.join(values)}) are not supported by this model")
     if kind not in KINDS:

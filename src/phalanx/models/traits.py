@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from torch import Tensor
+
 from phalanx.models.hf_config import HFConfig, ModelConfigError
 from phalanx.models.rope import RopeSettings, rope_settings
 from phalanx.ops.activation import check_activation
@@ -141,6 +143,12 @@ class Traits:
     @property
     def attention_soft_cap(self) -> float | None:
         """Scores are ``cap * tanh(score / cap)``; None for none."""
+        return None
+
+    @property
+    def key_bias(self) -> Tensor | None:
+        """float32 [num_heads, max_sequence_length], added to the scores of a key by its position (ALiBi); None for
+        none."""
         return None
 
     @property
