@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -74,15 +73,14 @@ def hollow_model(config: HFConfig, source: WeightSource, engine_config: EngineCo
 
 def rank_footprint(model: TransformerModel) -> RankFootprint:
     """What the rank that a model was built for holds."""
-    containers = [*model.layers, *([model.outer] if model.outer is not None else [])]
-    parameters = [p for container in containers for p in container.finalized().values() if p is not None]
+    held = model.held_parameters()
     query_heads, kv_heads = model.local_heads
     return RankFootprint(
         rank=model.group.rank,
         query_heads=query_heads,
         kv_heads=kv_heads,
-        parameters=sum(prod(parameter.shape) for parameter in parameters),
-        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+        parameters=sum(count for count, _ in held),
+        parameter_bytes=sum(size for _, size in held),
         kv_bytes_per_token=sum(group.bytes_per_token for group in model.kv_groups),
         kv_block_bytes=block_bytes(model.kv_groups, model.engine_config.block_size),
     )

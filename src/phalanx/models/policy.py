@@ -192,15 +192,19 @@ def _check_parts(cls: type[InferencePolicy]) -> None:
 
 
 def policy_for(model_config: HFConfig) -> type[InferencePolicy]:
-    """The policy of a config's ``model_type``.
+    """The policy of a config's ``model_type``; the generic one for a causal LM of transformers that no family serves.
 
     Raises:
         ModelConfigError: none serves it; the nearest and all known types are named.
     """
     from difflib import get_close_matches
 
+    from phalanx.models.generic import GenericPolicy, is_causal_lm
+
     model_type = model_config["model_type"]
     if model_type not in POLICIES:
+        if is_causal_lm(model_type):
+            return GenericPolicy
         near = get_close_matches(model_type, POLICIES)
         hint = f"did you mean {', '.join(near)}? " if near else ""
         raise ModelConfigError(f"model_type {model_type!r} is not served; {hint}known: {', '.join(sorted(POLICIES))}")
