@@ -44,13 +44,16 @@ FAMILIES = (
     "gpt_neox",
     "llama",
     "mistral",
+    "mixtral",
     "olmo2",
     "opt",
     "phi",
     "phi3",
     "qwen",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
+    "qwen3_moe",
     "stablelm",
 )
 """Modules of this package that declare a family each."""

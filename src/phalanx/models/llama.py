@@ -20,17 +20,15 @@ from phalanx.models.parameters import (
 from phalanx.models.policy import InferencePolicy
 
 
-class LlamaLayer(LayerContainer):
+class LlamaAttention(LayerContainer):
+    """A layer without its MLP."""
+
     attn_norm: NormParameter
     qkv: UnfusedQKVParameter
     qkv_bias: UnfusedQKVBiasParameter
     attn_out: AttentionOutputParameter
     attn_out_bias: AttentionOutputBiasParameter
     mlp_norm: NormParameter
-    mlp_1: GatedMLPParameter
-    mlp_1_bias: GatedMLPBiasParameter
-    mlp_2: MLP2Parameter
-    mlp_2_bias: MLP2BiasParameter
 
     PARAM_MAPPING = {
         "input_layernorm.weight": "attn_norm.params",
@@ -43,6 +41,16 @@ class LlamaLayer(LayerContainer):
         "self_attn.o_proj.weight": "attn_out.params",
         "self_attn.o_proj.bias": "attn_out_bias.params",
         "post_attention_layernorm.weight": "mlp_norm.params",
+    }
+
+
+class LlamaLayer(LlamaAttention):
+    mlp_1: GatedMLPParameter
+    mlp_1_bias: GatedMLPBiasParameter
+    mlp_2: MLP2Parameter
+    mlp_2_bias: MLP2BiasParameter
+
+    PARAM_MAPPING = {
         "mlp.gate_proj.weight": "mlp_1.gate_params",
         "mlp.up_proj.weight": "mlp_1.up_params",
         "mlp.gate_proj.bias": "mlp_1_bias.gate_params",

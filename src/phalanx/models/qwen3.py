@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from phalanx.models.base import TransformerModel
+from phalanx.models.container import LayerContainer
 from phalanx.models.llama import LlamaLayer, LlamaPolicy
 from phalanx.models.parameters import HeadNormParameter
 from phalanx.models.qwen2 import QwenLayerTypes
 
 
-class Qwen3Layer(LlamaLayer):
+class NormedHeads(LayerContainer):
     q_norm: HeadNormParameter
     k_norm: HeadNormParameter
 
     PARAM_MAPPING = {"self_attn.q_norm.weight": "q_norm.params", "self_attn.k_norm.weight": "k_norm.params"}
+
+
+class Qwen3Layer(LlamaLayer, NormedHeads): ...
 
 
 class Qwen3Model(QwenLayerTypes, TransformerModel):

@@ -5,5 +5,6 @@ from phalanx.ops import activation as activation
 from phalanx.ops import attention as attention
 from phalanx.ops import cpu as cpu
 from phalanx.ops import linear as linear
+from phalanx.ops import moe as moe
 from phalanx.ops import norm as norm
 from phalanx.ops import rope as rope
