@@ -272,8 +272,8 @@ SPOILED: dict[Callable[[Path], None], list[str]] = {
     another_shape: ["outer.final_norm: its tensor is (47,), its entry says (48,)"],
     corrupt_entry: ["outer.final_norm: its entry is corrupt"],
     another_layout: ["layer.0.qkv: serialised in the layout 'tiles': linear: no implementation named 'tiles'"],
-    unknown_format: ["was serialised in format 99, this is format 1"],
-    no_format: ["was serialised in format None, this is format 1"],
+    unknown_format: ["was serialised in format 99, this is format 2"],
+    no_format: ["was serialised in format None, this is format 2"],
     half_a_manifest: ["phalanx.json is corrupt: it does not say dtype, config"],
     unreadable_manifest: ["phalanx.json cannot be read"],
 }

@@ -18,20 +18,23 @@ from torch import Tensor
 from phalanx.models.container import LayerContainer
 from phalanx.models.container_map import ContainerMap
 from phalanx.models.hf_config import HFConfig
+from phalanx.models.experts import ExpertsParameter, restored_experts
 from phalanx.models.layers import PreparedParameter
 from phalanx.models.parameter import InferenceParameter
 from phalanx.ops import registry
 from phalanx.ops.linear import PreparedWeight
+from phalanx.ops.moe import check_saved
 from phalanx.weights import WeightError
 from phalanx.weights.safetensors_source import DTYPES, SafetensorsSource
 
 if TYPE_CHECKING:
     from phalanx.models.base import TransformerModel
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "phalanx.json"
 MANIFEST_KEYS = ("format", "policy", "tensor_parallel_size", "dtype", "config")
-ENTRY_KEYS = ("layout", "shape", "aux", "linear")
+ENTRY_KEYS = ("layout", "shape", "aux", "op")
+OPS = (None, "linear", "moe")
 
 
 def is_serialized(folder: str | Path) -> bool:
@@ -45,6 +48,10 @@ def save_parameters(folder: str, policy_name: str, model: TransformerModel) -> N
     The manifest is there only while all files belong together: rank 0 removes it first and writes it last, so that a
     folder which was written over in part is no checkpoint.
     """
+    if not model.layers and model.outer is None:
+        raise WeightError(
+            "a model without a family of its own (the generic path) cannot be serialised: serve its folder as it is"
+        )
     target = Path(folder)
     group = model.group
     stem = target / f"rank_{group.rank}_of_{group.size}"
@@ -137,30 +144,40 @@ def _entry(label: str, parameter: InferenceParameter, tensors: dict[str, Tensor]
         "layout": parameter.layout,
         "shape": list(parameter.shape),
         "aux": list(parameter.aux),
-        "linear": isinstance(parameter, PreparedParameter),
+        "op": _op(parameter),
     }
+
+
+def _op(parameter: InferenceParameter) -> str | None:
+    """The op whose layout a parameter is in; None for one that is as it was cut."""
+    if isinstance(parameter, ExpertsParameter):
+        return "moe"
+    return "linear" if isinstance(parameter, PreparedParameter) else None
 
 
 def _entry_problems(label: str, entry: Any, source: SafetensorsSource, model: TransformerModel) -> list[str]:
     """Why a serialised parameter cannot be served here."""
     if entry is None:
         return []
-    if not isinstance(entry, dict) or any(key not in entry for key in ENTRY_KEYS):
+    if not isinstance(entry, dict) or any(key not in entry for key in ENTRY_KEYS) or entry["op"] not in OPS:
         return [f"its entry is corrupt: {entry!r}"]
     absent = {label, *(_aux(label, name) for name in entry["aux"])} - set(source.names())
     problems = [f"the tensor {name} is absent" for name in sorted(absent)]
-    if not entry["linear"]:
+    if entry["op"] is None:
         shape = tuple(source.info(label).shape) if label not in absent else None
         if shape not in (None, tuple(entry["shape"])):
             problems.append(f"its tensor is {shape}, its entry says {tuple(entry['shape'])}")
         return problems
-    layout, forced = entry["layout"], model.placement.forced.get("linear")
+    layout, forced = entry["layout"], model.placement.forced
     try:
+        if entry["op"] == "moe":
+            check_saved(layout, entry["shape"], entry["aux"], model.device, model.dtype, forced)
+            return problems
         registry.select("linear", device=model.device, dtype=model.dtype, forced=layout)
     except ValueError as error:
         problems.append(f"serialised in the layout {layout!r}: {error}")
-    if forced not in (None, layout):
-        problems.append(f"serialised in the layout {layout!r}, this engine is told to use {forced!r}")
+    if forced.get("linear") not in (None, layout):
+        problems.append(f"serialised in the layout {layout!r}, this engine is told to use {forced['linear']!r}")
     return problems
 
 
@@ -170,8 +187,10 @@ def _restore(
     data = source.read(label).to(model.device)
     aux = {name: source.read(_aux(label, name)).to(model.device) for name in entry["aux"]}
     layout, shape = entry["layout"], tuple(entry["shape"])
-    if not entry["linear"]:
+    if entry["op"] is None:
         return InferenceParameter(data, layout, shape, aux)
+    if entry["op"] == "moe":
+        return restored_experts(data, layout, shape, model.dtype, aux)
     weight = PreparedWeight(data, layout, shape[0], shape[1], model.dtype, aux)
     return PreparedParameter(data, layout, shape, aux, weight)
 

@@ -6,7 +6,7 @@ of a token is the same whatever tokens stand beside it, as far as the device's m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -82,13 +82,28 @@ class ExpertsBackend(Protocol):
         experts of each token, `[T, H]`."""
 
 
-def check_layout(layout: str, device: torch.device, dtype: torch.dtype, forced: Mapping[str, str]) -> None:
-    """ValueError where saved experts of this layout cannot be computed with here, or the user forced another one."""
+def check_saved(
+    layout: str,
+    shape: Sequence[int],
+    aux: Iterable[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    forced: Mapping[str, str],
+) -> None:
+    """ValueError where saved experts cannot be computed with here, the user forced another layout, or some are absent.
+
+    `aux` are the names of their auxiliary tensors, `forced` the implementations of ops that the user forced.
+    """
     names = dict(zip(("moe", "linear"), layout.split(":"), strict=False))
     for op, name in names.items():
         registry.select(op, device=device, dtype=dtype, forced=name)
         if forced.get(op, name) != name:
             raise ValueError(f"{op}: this engine is told to use {forced[op]!r}")
+    if len(shape) != 3:
+        raise ValueError(f"experts have a shape [experts, out, in], given {tuple(shape)}")
+    absent = {str(expert) for expert in range(1, shape[0])} - set(aux) if "linear" in names else set()
+    if absent:
+        raise ValueError(f"{len(absent)} of {shape[0]} experts are absent")
 
 
 class SortedExperts:
