@@ -64,6 +64,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "windows-above-1": {**WINDOWS, "max_window_layers": 1},
         "windows-listed": {**WINDOWS, "layer_types": [SLIDING, FULL]},
         "window-unused": {"use_sliding_window": False, "sliding_window": WINDOW, "max_window_layers": 0},
+        "dynamic": {"max_position_embeddings": 16, "rope_parameters": DYNAMIC},
         "tied-yarn": {"tie_word_embeddings": True, "rope_parameters": YARN},
     },
     "qwen3": {

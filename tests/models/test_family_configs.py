@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Exaone4_5_Config, Exaone4_5_ForConditionalGeneration
+from transformers import (
+    Exaone4_5_Config,
+    Exaone4_5_ForConditionalGeneration,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
 
 from phalanx.distributed.group import Group
 from phalanx.distributed.thread_group import run_threads
@@ -170,17 +175,32 @@ def test_gpt2_without_a_prefix_and_with_its_masks() -> None:
 # -- what only some have
 
 
-def test_the_text_part_of_exaone_4_5(tmp_path: Path) -> None:
+def exaone() -> Any:
     text = {**BASE, "model_type": "exaone4", "sliding_window": WINDOW, "layer_types": [SLIDING, FULL]}
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
     vision |= {"out_hidden_size": 48, "fullatt_block_indexes": [0]}
     config = Exaone4_5_Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
-    module = randomize(Exaone4_5_ForConditionalGeneration(config).float())
+    return Exaone4_5_ForConditionalGeneration(config)
+
+
+def gemma() -> Any:
+    text = {**BASE, "head_dim": 12, "sliding_window": WINDOW, "layer_types": [SLIDING, FULL]}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    text["tie_word_embeddings"] = True
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=True)
+    return Gemma3ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [exaone, gemma])
+@pytest.mark.parametrize("saved", [True, False])
+def test_the_text_part_of_a_multimodal_model(make: Callable[[], Any], saved: bool, tmp_path: Path) -> None:
+    module = randomize(make().float())
     expected = reference(module, IDS, [LENGTH])
-    folder = save(module, tmp_path)
+    source = save(module, tmp_path) if saved else module
 
     def run(group: Group) -> torch.Tensor:
-        return logits(folder, group=group, tensor_parallel_size=group.size)
+        return logits(source, group=group, tensor_parallel_size=group.size)
 
     for world in (1, 2):
         for found in run_threads(world, run):

@@ -1,10 +1,13 @@
-"""Gemma 3, text: Gemma 2 with norms of query and key heads, five local layers to a global one, a rope for each kind."""
+"""Gemma 3, text: Gemma 2 with norms of query and key heads, five local layers to a global one, a rope for each kind.
+
+Of a multimodal one the text part is served; the tensors of its vision part are left out.
+"""
 
 from __future__ import annotations
 
 from phalanx.models.gemma2 import Gemma2Layer, Gemma2Model
 from phalanx.models.layer_types import FULL, SLIDING
-from phalanx.models.llama import LlamaPolicy
+from phalanx.models.llama import LlamaOuter, LlamaPolicy
 from phalanx.models.qwen3 import Qwen3Layer
 from phalanx.models.rope import RopeSettings, rope_settings
 
@@ -32,3 +35,21 @@ class Gemma3Policy(LlamaPolicy):
     model_types = ("gemma3_text",)
     model_class = Gemma3Model
     layer_container = Gemma3Layer
+
+
+class TextPartOuter(LlamaOuter):
+    PARAM_MAPPING = {
+        "model.embed_tokens.weight": None,
+        "model.norm.weight": None,
+        "lm_head.weight": None,
+        "*language_model.*embed_tokens.weight": "word_emb.params",
+        "*language_model.*norm.weight": "final_norm.params",
+        "*lm_head.weight": "word_unembed.params",
+    }
+
+
+class Gemma3TextPartPolicy(Gemma3Policy):
+    model_types = ("gemma3",)
+    outer_container = TextPartOuter
+    layer_prefix = ("language_model.model.layers", "model.language_model.layers")
+    unmapped = ("*vision_tower", "*multi_modal_projector")
