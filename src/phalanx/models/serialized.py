@@ -17,8 +17,8 @@ from torch import Tensor
 
 from phalanx.models.container import LayerContainer
 from phalanx.models.container_map import ContainerMap
-from phalanx.models.hf_config import HFConfig
 from phalanx.models.experts import ExpertsParameter, restored_experts
+from phalanx.models.hf_config import HFConfig
 from phalanx.models.layers import PreparedParameter
 from phalanx.models.parameter import InferenceParameter
 from phalanx.ops import registry
