@@ -52,6 +52,8 @@ FALCON = {"num_key_value_heads": None, "multi_query": True, "parallel_attn": Tru
 OPT = {"ffn_dim": 70, "word_embed_proj_dim": 48, **MHA}
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 131, "bos_token_id": 1}
 WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 22}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 30}
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mistral": {
@@ -71,6 +73,30 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {"head_dim": 12},
         "wide-head": {"head_dim": 20, "attention_bias": True},
         "windows": {"head_dim": 12, **WINDOWS, "max_window_layers": 1},
+    },
+    "mixtral": {
+        "window": {"num_local_experts": 5, "sliding_window": WINDOW, "intermediate_size": 26},
+        "one-of-four": {"num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 1, "head_dim": 20},
+        "yarn-tied": {"num_local_experts": 3, "rope_parameters": YARN, "tie_word_embeddings": True, "head_dim": 12},
+    },
+    "qwen2_moe": {
+        "some-dense": {**SHARED, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+        "normalised": {**SHARED, "norm_topk_prob": True, "num_key_value_heads": 1, "hidden_act": "gelu"},
+        "windows": {**SHARED, **WINDOWS, "num_hidden_layers": 3, "max_window_layers": 3, "decoder_sparse_step": 2},
+        "narrow": {**SHARED, "moe_intermediate_size": 3, "shared_expert_intermediate_size": 5, "qkv_bias": False},
+    },
+    "qwen3_moe": {
+        "plain": {**EXPERTS, "head_dim": 12},
+        "normalised": {**EXPERTS, "norm_topk_prob": True, "head_dim": 20, "attention_bias": True},
+        "sparse-steps": {
+            **EXPERTS,
+            **WINDOWS,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+        },
+        "all-dense": {**EXPERTS, "mlp_only_layers": [0, 1], "num_key_value_heads": 1},
+        "yarn-all-experts": {**EXPERTS, "num_experts_per_tok": 6, "rope_parameters": YARN},
     },
     "gpt_neox": {
         "parallel": NEOX,
@@ -180,9 +206,9 @@ ATTENTION = {"falcon": "sdpa"}
 
 
 def module_of(case: str) -> Any:
-    """transformers' module, random, in fp32."""
-    attention = ATTENTION.get(case.partition(":")[0], "eager")
-    return randomize(AutoModelForCausalLM.from_config(config_of(case), attn_implementation=attention).float())
+    """transformers' module, random, in fp32. Experts are the eager ones: the only ones that take every width."""
+    how = {"attn_implementation": ATTENTION.get(case.partition(":")[0], "eager"), "experts_implementation": "eager"}
+    return randomize(AutoModelForCausalLM.from_config(config_of(case), **how).float())
 
 
 def folder_of(case: str, folder: Path) -> tuple[Any, Path]:
