@@ -11,7 +11,7 @@ from phalanx.ops import attention
 from phalanx.ops.attention import paged_attention, reference_attention
 
 
-def loop(q, keys, values, first_position, scale, window, soft_cap):
+def loop(q, keys, values, first_position, scale, window, soft_cap, key_bias):
     """q [I, Hq, D] of one sequence over its whole context [L, Hkv, D], one row at a time."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[1] // keys.shape[1]
@@ -23,6 +23,8 @@ def loop(q, keys, values, first_position, scale, window, soft_cap):
             scores = (k.double() @ q[i, head].double()) * scale
             if soft_cap is not None:
                 scores = torch.tanh(scores / soft_cap) * soft_cap
+            if key_bias is not None:
+                scores = scores + key_bias[head, begin : position + 1].double()
             out[i, head] = scores.softmax(0) @ v.double()
     return out
 
@@ -35,10 +37,11 @@ def loop(q, keys, values, first_position, scale, window, soft_cap):
     block_size=st.sampled_from([1, 3, 4]),
     window=st.sampled_from([None, 1, 4]),
     soft_cap=st.sampled_from([None, 2.0]),
+    biased=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     at_once=st.sampled_from([1, 40, 1 << 25]),
 )
-def test_reference_equals_a_loop(sizes, kv_heads, group, block_size, window, soft_cap, dtype, at_once):
+def test_reference_equals_a_loop(sizes, kv_heads, group, block_size, window, soft_cap, biased, dtype, at_once):
     dim, padding = 8, 2
     torch.manual_seed(len(sizes))
     needed = [-(-(new + old) // block_size) for new, old in sizes]
@@ -47,6 +50,7 @@ def test_reference_equals_a_loop(sizes, kv_heads, group, block_size, window, sof
     v_cache = k_cache.clone()
     table = torch.full((len(sizes), max([*needed, 1]) + 1), -1, dtype=torch.int32)
     q = torch.randn(sum(new for new, _ in sizes) + padding, kv_heads * group, dim).to(dtype)
+    key_bias = torch.randn(q.shape[1], max(1, *(new + old for new, old in sizes))) if biased else None
     wanted, row = torch.zeros(q.shape, dtype=torch.float64), 0
     for s, (new, old) in enumerate(sizes):
         own = [blocks.pop() for _ in range(needed[s])]
@@ -55,7 +59,7 @@ def test_reference_equals_a_loop(sizes, kv_heads, group, block_size, window, sof
             block = table[s, position // block_size] = own[position // block_size]
             k_cache[block, position % block_size] = keys[position]
             v_cache[block, position % block_size] = values[position]
-        wanted[row : row + new] = loop(q[row : row + new], keys, values, old, 0.3, window, soft_cap)
+        wanted[row : row + new] = loop(q[row : row + new], keys, values, old, 0.3, window, soft_cap, key_bias)
         row += new
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_SCORES_AT_ONCE", at_once)
@@ -69,6 +73,7 @@ def test_reference_equals_a_loop(sizes, kv_heads, group, block_size, window, sof
             scale=0.3,
             window=window,
             soft_cap=soft_cap,
+            key_bias=key_bias,
             max_query_len=max(new for new, _ in sizes) + 1,
             max_seq_len=max(new + old for new, old in sizes) + 2,
         )
@@ -84,7 +89,7 @@ def test_every_float_dtype_is_served(dtype):
     table = torch.tensor([[1]], dtype=torch.int32)
     starts, lengths = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     found = paged_attention(q, k_cache, v_cache, table, starts, lengths, scale=0.5, max_query_len=3, max_seq_len=3)
-    wanted = loop(q, k_cache[1, :3], v_cache[1, :3], 0, 0.5, None, None)
+    wanted = loop(q, k_cache[1, :3], v_cache[1, :3], 0, 0.5, None, None, None)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=1e-2)
 
 

@@ -215,6 +215,13 @@ class LayerContainer:
         ]
 
 
+def with_biases(names: Mapping[str, str]) -> dict[str, str]:
+    """Rules for modules that are served with weight and bias: ``{"ln_1": "attn_norm"}`` makes ``ln_1.weight`` feed
+    ``attn_norm.params`` and ``ln_1.bias`` feed ``attn_norm_bias.params``."""
+    weights = {f"{module}.weight": f"{parameter}.params" for module, parameter in names.items()}
+    return weights | {f"{module}.bias": f"{parameter}_bias.params" for module, parameter in names.items()}
+
+
 def _declared_parameters(cls: type[LayerContainer], annotations: Mapping[str, Any]) -> dict[str, type[ParameterBase]]:
     """The parameters that a class body annotates, checked."""
     if MAPPING in annotations and MAPPING not in vars(cls):

@@ -9,8 +9,6 @@ from phalanx.models.llama import LlamaOuter
 
 class Exaone45Outer(LlamaOuter):
     PARAM_MAPPING = {
-        "model.embed_tokens.weight": None,
-        "model.norm.weight": None,
         "model.language_model.embed_tokens.weight": "word_emb.params",
         "model.language_model.norm.weight": "final_norm.params",
     }

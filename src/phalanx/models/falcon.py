@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.models.base import TransformerModel
-from phalanx.models.container import LayerContainer
+from phalanx.models.container import LayerContainer, with_biases
 from phalanx.models.parameters import (
     AttentionOutputBiasParameter,
     AttentionOutputParameter,
@@ -41,42 +41,29 @@ class FalconLayer(LayerContainer):
     mlp_2: MLP2Parameter
     mlp_2_bias: MLP2BiasParameter
 
-    PARAM_MAPPING = {
-        "input_layernorm.weight": "attn_norm.params",
-        "input_layernorm.bias": "attn_norm_bias.params",
-        "self_attention.query_key_value.weight": "qkv.params",
-        "self_attention.query_key_value.bias": "qkv_bias.params",
-        "self_attention.dense.weight": "attn_out.params",
-        "self_attention.dense.bias": "attn_out_bias.params",
-        "mlp.dense_h_to_4h.weight": "mlp_1.params",
-        "mlp.dense_h_to_4h.bias": "mlp_1_bias.params",
-        "mlp.dense_4h_to_h.weight": "mlp_2.params",
-        "mlp.dense_4h_to_h.bias": "mlp_2_bias.params",
-    }
+    PARAM_MAPPING = with_biases(
+        {
+            "input_layernorm": "attn_norm",
+            "self_attention.query_key_value": "qkv",
+            "self_attention.dense": "attn_out",
+            "mlp.dense_h_to_4h": "mlp_1",
+            "mlp.dense_4h_to_h": "mlp_2",
+        }
+    )
 
 
 class SequentialLayer(FalconLayer):
     mlp_norm: NormParameter
     mlp_norm_bias: NormParameter
 
-    PARAM_MAPPING = {
-        "post_attention_layernorm.weight": "mlp_norm.params",
-        "post_attention_layernorm.bias": "mlp_norm_bias.params",
-    }
+    PARAM_MAPPING = with_biases({"post_attention_layernorm": "mlp_norm"})
 
 
 class TwoNormsLayer(FalconLayer):
     mlp_norm: NormParameter
     mlp_norm_bias: NormParameter
 
-    PARAM_MAPPING = {
-        "input_layernorm.weight": None,
-        "input_layernorm.bias": None,
-        "ln_attn.weight": "attn_norm.params",
-        "ln_attn.bias": "attn_norm_bias.params",
-        "ln_mlp.weight": "mlp_norm.params",
-        "ln_mlp.bias": "mlp_norm_bias.params",
-    }
+    PARAM_MAPPING = with_biases({"ln_attn": "attn_norm", "ln_mlp": "mlp_norm"})
 
 
 class FalconOuter(LayerContainer):

@@ -39,9 +39,6 @@ class Gemma3Policy(LlamaPolicy):
 
 class TextPartOuter(LlamaOuter):
     PARAM_MAPPING = {
-        "model.embed_tokens.weight": None,
-        "model.norm.weight": None,
-        "lm_head.weight": None,
         "*language_model.*embed_tokens.weight": "word_emb.params",
         "*language_model.*norm.weight": "final_norm.params",
         "*lm_head.weight": "word_unembed.params",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.models.base import TransformerModel
-from phalanx.models.container import LayerContainer
+from phalanx.models.container import LayerContainer, with_biases
 from phalanx.models.hf_config import ModelConfigError
 from phalanx.models.layers import Attention
 from phalanx.models.parameter import ParameterBase
@@ -61,18 +61,16 @@ class GPT2Layer(LayerContainer):
     mlp_2: MLP2
     mlp_2_bias: MLP2
 
-    PARAM_MAPPING = {
-        f"{module}.{kind}": f"{parameter}{suffix}.params"
-        for kind, suffix in (("weight", ""), ("bias", "_bias"))
-        for module, parameter in {
+    PARAM_MAPPING = with_biases(
+        {
             "ln_1": "attn_norm",
             "attn.c_attn": "qkv",
             "attn.c_proj": "attn_out",
             "ln_2": "mlp_norm",
             "mlp.c_fc": "mlp_1",
             "mlp.c_proj": "mlp_2",
-        }.items()
-    }
+        }
+    )
 
 
 class GPT2Outer(LayerContainer):

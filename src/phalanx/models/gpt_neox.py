@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.models.base import TransformerModel
-from phalanx.models.container import LayerContainer
+from phalanx.models.container import LayerContainer, with_biases
 from phalanx.models.parameters import (
     AttentionOutputBiasParameter,
     AttentionOutputParameter,
@@ -33,20 +33,16 @@ class GPTNeoXLayer(LayerContainer):
     mlp_2: MLP2Parameter
     mlp_2_bias: MLP2Parameter
 
-    PARAM_MAPPING = {
-        "input_layernorm.weight": "attn_norm.params",
-        "input_layernorm.bias": "attn_norm_bias.params",
-        "attention.query_key_value.weight": "qkv.params",
-        "attention.query_key_value.bias": "qkv_bias.params",
-        "attention.dense.weight": "attn_out.params",
-        "attention.dense.bias": "attn_out_bias.params",
-        "post_attention_layernorm.weight": "mlp_norm.params",
-        "post_attention_layernorm.bias": "mlp_norm_bias.params",
-        "mlp.dense_h_to_4h.weight": "mlp_1.params",
-        "mlp.dense_h_to_4h.bias": "mlp_1_bias.params",
-        "mlp.dense_4h_to_h.weight": "mlp_2.params",
-        "mlp.dense_4h_to_h.bias": "mlp_2_bias.params",
-    }
+    PARAM_MAPPING = with_biases(
+        {
+            "input_layernorm": "attn_norm",
+            "attention.query_key_value": "qkv",
+            "attention.dense": "attn_out",
+            "post_attention_layernorm": "mlp_norm",
+            "mlp.dense_h_to_4h": "mlp_1",
+            "mlp.dense_4h_to_h": "mlp_2",
+        }
+    )
 
 
 class GPTNeoXOuter(LayerContainer):

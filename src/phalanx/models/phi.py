@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.models.base import TransformerModel
-from phalanx.models.container import LayerContainer
+from phalanx.models.container import LayerContainer, with_biases
 from phalanx.models.parameters import (
     AttentionOutputParameter,
     EmbeddingParameter,
@@ -35,12 +35,13 @@ class PhiLayer(LayerContainer):
         "input_layernorm.bias": "attn_norm_bias.params",
         **{f"self_attn.{part}_proj.weight": f"qkv.{part}_params" for part in "qkv"},
         **{f"self_attn.{part}_proj.bias": f"qkv_bias.{part}_params" for part in "qkv"},
-        "self_attn.dense.weight": "attn_out.params",
-        "self_attn.dense.bias": "attn_out_bias.params",
-        "mlp.fc1.weight": "mlp_1.params",
-        "mlp.fc1.bias": "mlp_1_bias.params",
-        "mlp.fc2.weight": "mlp_2.params",
-        "mlp.fc2.bias": "mlp_2_bias.params",
+        **with_biases(
+            {
+                "self_attn.dense": "attn_out",
+                "mlp.fc1": "mlp_1",
+                "mlp.fc2": "mlp_2",
+            }
+        ),
     }
 
 
@@ -50,12 +51,7 @@ class PhiNormedHeadsLayer(PhiLayer):
     k_norm: HeadNormParameter
     k_norm_bias: HeadNormParameter
 
-    PARAM_MAPPING = {
-        "self_attn.q_layernorm.weight": "q_norm.params",
-        "self_attn.q_layernorm.bias": "q_norm_bias.params",
-        "self_attn.k_layernorm.weight": "k_norm.params",
-        "self_attn.k_layernorm.bias": "k_norm_bias.params",
-    }
+    PARAM_MAPPING = with_biases({"self_attn.q_layernorm": "q_norm", "self_attn.k_layernorm": "k_norm"})
 
 
 class PhiOuter(LayerContainer):
@@ -67,10 +63,7 @@ class PhiOuter(LayerContainer):
 
     PARAM_MAPPING = {
         "model.embed_tokens.weight": "word_emb.params",
-        "model.final_layernorm.weight": "final_norm.params",
-        "model.final_layernorm.bias": "final_norm_bias.params",
-        "lm_head.weight": "word_unembed.params",
-        "lm_head.bias": "word_unembed_bias.params",
+        **with_biases({"model.final_layernorm": "final_norm", "lm_head": "word_unembed"}),
     }
 
 

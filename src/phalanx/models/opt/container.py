@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.models.container import LayerContainer
+from phalanx.models.container import LayerContainer, with_biases
 from phalanx.models.opt.model import OPTModel
 from phalanx.models.parameter import InferenceParameter, ParameterBase
 from phalanx.models.parameters import (
@@ -87,17 +87,15 @@ class OPTLayer(LayerContainer):
     PARAM_MAPPING = {
         **{f"self_attn.{part}_proj.weight": f"qkv.{part}_params" for part in "qkv"},
         **{f"self_attn.{part}_proj.bias": f"qkv_bias.{part}_params" for part in "qkv"},
-        **{
-            f"{module}.{kind}": f"{parameter}{suffix}.params"
-            for kind, suffix in (("weight", ""), ("bias", "_bias"))
-            for module, parameter in {
+        **with_biases(
+            {
                 "self_attn_layer_norm": "attn_norm",
                 "self_attn.out_proj": "attn_out",
                 "final_layer_norm": "mlp_norm",
                 "fc1": "mlp_1",
                 "fc2": "mlp_2",
-            }.items()
-        },
+            }
+        ),
     }
 
 
@@ -117,10 +115,7 @@ class FinalNorm(LayerContainer):
     final_norm: AffineNorm
     final_norm_bias: AffineNorm
 
-    PARAM_MAPPING = {
-        "*decoder.final_layer_norm.weight": "final_norm.params",
-        "*decoder.final_layer_norm.bias": "final_norm_bias.params",
-    }
+    PARAM_MAPPING = with_biases({"*decoder.final_layer_norm": "final_norm"})
 
 
 class Projections(LayerContainer):
