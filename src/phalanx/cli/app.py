@@ -9,6 +9,7 @@ import typer
 import phalanx
 from phalanx.cli.bench import bench
 from phalanx.cli.chat import chat
+from phalanx.cli.check import check
 from phalanx.cli.failures import Commands
 from phalanx.cli.generate import generate
 from phalanx.cli.info import info
@@ -50,6 +51,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(info)
 app.command()(plan)
+app.command()(check)
 # What follows the script belongs to the script.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)
 app.add_typer(bench, name="bench")

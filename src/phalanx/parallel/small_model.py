@@ -66,7 +66,7 @@ def small_model(model: nn.Module, exact: bool = False) -> SmallModel | None:
         return None
     config = copy.deepcopy(config)
     sizes: dict[int, int] = {}
-    small = config if text is getattr(model, "config", None) else config.get_text_config(decoder=True)
+    small = _text_part(config)
     _shrink(small, sizes, exact)
     # The plain loop over experts works in every dtype.
     config._experts_implementation = "eager"
@@ -84,6 +84,22 @@ def small_model(model: nn.Module, exact: bool = False) -> SmallModel | None:
     except (ValueError, TypeError, AttributeError, RuntimeError, ZeroDivisionError):
         return None
     return SmallModel(built, sizes, small.vocab_size)
+
+
+def shrunk_config(config: Any, window: int) -> Any:
+    """A copy of a transformers config with few layers and narrow heads, and with windows of `window` tokens if any."""
+    config = copy.deepcopy(config)
+    small = _text_part(config)
+    _shrink(small, {}, exact=False)
+    if isinstance(getattr(small, "sliding_window", None), int):
+        small.sliding_window = window
+    config._experts_implementation = "eager"
+    return config
+
+
+def _text_part(config: Any) -> Any:
+    get = getattr(config, "get_text_config", None)
+    return config if get is None else get(decoder=True)
 
 
 def _shrink(config: Any, sizes: dict[int, int], exact: bool) -> None:
