@@ -12,6 +12,7 @@ from phalanx.ops.moe import ExpertsBackend, MaskedExperts, PreparedExperts, Sort
 
 BACKENDS = {"sorted": SortedExperts(), "masked": MaskedExperts()}
 CPU = torch.device("cpu")
+Given = dict[str, Tensor]
 
 
 def activate(x: Tensor) -> Tensor:
@@ -21,7 +22,7 @@ def activate(x: Tensor) -> Tensor:
 
 def drawn(
     experts: int = 5, tokens: int = 9, top_k: int = 2, width: int = 7, dtype: torch.dtype = torch.float32
-) -> dict:
+) -> Given:
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
@@ -37,12 +38,12 @@ def drawn(
     }
 
 
-def run(backend: ExpertsBackend, given: dict, rows: slice = slice(None)) -> Tensor:
-    first, second = (backend.prepare(given[name], None) for name in ("first", "second"))
+def run(backend: ExpertsBackend, given: Given, rows: slice = slice(None)) -> Tensor:
+    first, second = (backend.prepare(given[name], len(given[name]), None) for name in ("first", "second"))
     return backend.apply(given["x"][rows], given["weights"][rows], given["ids"][rows], first, second, activate)
 
 
-def by_hand(given: dict) -> Tensor:
+def by_hand(given: Given) -> Tensor:
     out = []
     for x, weights, ids in zip(given["x"].double(), given["weights"].double(), given["ids"].tolist(), strict=True):
         total = torch.zeros(12, dtype=torch.float64)
@@ -116,7 +117,7 @@ def saved(experts: PreparedExperts, **forced: str) -> None:
 
 def test_saved_experts_are_refused_by_name() -> None:
     weight = torch.randn(3, 4, 5)
-    experts = SortedExperts().prepare(weight, "plain")
+    experts = SortedExperts().prepare(weight, 3, "plain")
     saved(experts, moe="sorted", linear="plain")
     assert experts.layout == "sorted:plain" and experts.shape == (3, 4, 5)
     with pytest.raises(ValueError, match="linear: this engine is told to use 'panels'"):
@@ -125,8 +126,8 @@ def test_saved_experts_are_refused_by_name() -> None:
         check_saved(experts.layout, experts.shape, ["1"], CPU, torch.float32, {})
     with pytest.raises(ValueError, match=r"shape \[experts, out, in\], given \(4, 5\)"):
         check_saved(experts.layout, (4, 5), [], CPU, torch.float32, {})
-    with pytest.raises(ValueError, match="moe: 'masked' does not support torch.float32 on cpu"):
-        saved(MaskedExperts().prepare(weight, None))
+    with pytest.raises(ValueError, match=r"moe: 'masked' does not support torch\.float32 on cpu"):
+        saved(MaskedExperts().prepare(weight, 3, None))
 
 
 def test_what_can_be_captured_comes_first_on_cuda() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.layout.partition import Block, Partition
-from phalanx.models.layers import Placement, as_prepared, prepared, split_sizes
+from phalanx.layout.partition import Block, Partition, copy_part
+from phalanx.models.layers import Linear, Placement, as_prepared, prepared
 from phalanx.models.parameter import InferenceParameter
 from phalanx.ops.linear import linear
 from phalanx.ops.moe import ExpertsBackend, PreparedExperts, route
@@ -24,6 +24,24 @@ class ExpertsParameter(InferenceParameter):
     def __init__(self, experts: PreparedExperts) -> None:
         super().__init__(experts.data, experts.layout, experts.shape, experts.aux)
         self.experts = experts
+
+
+class OneExpert:
+    """One expert's weight [out, in] of a tensor [experts, out, in] (or lazy file tensor); as lazy as that is."""
+
+    def __init__(self, source: Any, expert: int) -> None:
+        self._source = source
+        self._place = slice(expert, expert + 1)
+        self.dtype: torch.dtype = source.dtype
+        self.shape = tuple(source.shape[1:])
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        part: Tensor = self._source[self._place, *index]
+        return part[0]
+
+    def read_into(self, out: Tensor, index: tuple[slice, ...]) -> None:
+        """Writes a slice into ``out``, which has its shape and any dtype and device."""
+        copy_part(out[None], self._source, (self._place, *index))
 
 
 class Experts:
@@ -51,8 +69,10 @@ class Experts:
     ) -> None:
         self.placement = placement
         self.num_experts, self.per_token, self.normalize = num_experts, per_token, normalize
-        self.hidden_size = hidden_size
-        self.blocks = (Block(intermediate_size),) * (2 if gated else 1)
+        block = Block(intermediate_size)
+        blocks = (block, block) if gated else (block,)
+        self.first = Linear(placement, Partition.column(blocks), hidden_size, len(blocks) * intermediate_size)
+        self.second = Linear(placement, Partition.row((block,)), intermediate_size, hidden_size)
         self.activate = activate
         self._backend: ExpertsBackend = placement.op("moe")
 
@@ -66,23 +86,7 @@ class Experts:
         Raises:
             ValueError: another number of experts, or parts that do not make up a weight.
         """
-        sizes = split_sizes(self.blocks, self.placement.group)
-        out = self._room(sum(sizes), self.hidden_size)
-        if hasattr(value, "shape"):
-            whole = sum(block.size for block in self.blocks)
-            _check([value.shape], [(self.num_experts, whole, self.hidden_size)])
-            self.placement.cut_into(out, value, Partition.column(self.blocks, dim=1))
-            return self._prepared(out)
-        for place, given in zip(out, self._listed(value), strict=True):
-            parts = given if isinstance(given, (list, tuple)) else [given]
-            if len(parts) == 1:
-                _check([parts[0].shape], [(sum(block.size for block in self.blocks), self.hidden_size)])
-                self.placement.cut_into(place, parts[0], Partition.column(self.blocks))
-                continue
-            _check([part.shape for part in parts], [(block.size, self.hidden_size) for block in self.blocks])
-            for rows, part, block in zip(place.split_with_sizes(sizes), parts, self.blocks, strict=True):
-                self.placement.cut_into(rows, part, Partition.column((block,)))
-        return self._prepared(out)
+        return self._transform(value, self.first)
 
     def transform_second(self, value: Any) -> InferenceParameter:
         """The second projections: [experts, hidden, in], or [hidden, in] for each expert.
@@ -90,30 +94,16 @@ class Experts:
         Raises:
             ValueError: another number of experts, or of another shape.
         """
-        block = self.blocks[0]
-        partition = Partition.row((block,))
-        out = self._room(self.hidden_size, split_sizes((block,), self.placement.group)[0])
-        if hasattr(value, "shape"):
-            _check([value.shape], [(self.num_experts, self.hidden_size, block.size)])
-            self.placement.cut_into(out, value, partition)
-            return self._prepared(out)
-        for place, part in zip(out, self._listed(value), strict=True):
-            _check([part.shape], [(self.hidden_size, block.size)])
-            self.placement.cut_into(place, part, partition)
-        return self._prepared(out)
+        return self._transform(value, self.second)
 
-    def _room(self, rows: int, columns: int) -> Tensor:
-        size = (self.num_experts, rows, columns)
-        return torch.empty(size, dtype=self.placement.dtype, device=self.placement.device)
-
-    def _listed(self, value: Any) -> list[Any]:
-        parts = list(value)
-        if len(parts) != self.num_experts:
-            raise ValueError(f"given {len(parts)} experts, expected {self.num_experts}")
-        return parts
-
-    def _prepared(self, weight: Tensor) -> ExpertsParameter:
-        return ExpertsParameter(self._backend.prepare(weight, self.placement.forced.get("linear")))
+    def _transform(self, value: Any, projection: Linear) -> InferenceParameter:
+        """One expert after the other is cut and prepared, so that a rank never holds more beside what it serves."""
+        fused = hasattr(value, "shape")
+        experts = [OneExpert(value, expert) for expert in range(value.shape[0])] if fused else list(value)
+        if len(experts) != self.num_experts:
+            raise ValueError(f"given {len(experts)} experts, expected {self.num_experts}")
+        cut = (projection.cut(given if isinstance(given, (list, tuple)) else [given]) for given in experts)
+        return ExpertsParameter(self._backend.prepare(cut, len(experts), self.placement.forced.get("linear")))
 
     def __call__(
         self, hidden: Tensor, gate: InferenceParameter, first: ExpertsParameter, second: ExpertsParameter
@@ -129,11 +119,3 @@ def restored_experts(
     """The parameter of saved experts."""
     count, out_features, in_features = shape
     return ExpertsParameter(PreparedExperts(data, layout, (count, out_features, in_features), dtype, aux))
-
-
-def _check(given: list[Any], expected: list[tuple[int, ...]]) -> None:
-    shapes = [tuple(shape) for shape in given]
-    if shapes != expected:
-        raise ValueError(
-            f"given {' + '.join(map(str, shapes))} for an expert's weight, expected {' + '.join(map(str, expected))}"
-        )

@@ -110,12 +110,20 @@ class Linear:
             raise ValueError(
                 f"the checkpoint lacks {sum(absent)} of {len(parts)} parts of a fused weight: give all or none"
             )
+        tensor = self.cut(parts)
+        return InferenceParameter(tensor) if tensor.dim() == 1 else prepared(tensor, self.placement)
+
+    def cut(self, parts: Sequence[Any]) -> Tensor:
+        """This rank's part of a weight [out, in] or bias [out] that is given whole, or as its parts in block order.
+
+        Raises:
+            ValueError: the parts do not make up the weight.
+        """
         is_bias = len(parts[0].shape) == 1
         self._check_shapes([tuple(part.shape) for part in parts], is_bias)
         if is_bias and self.is_row:
-            return InferenceParameter(self.placement.cut(parts[0], Partition.replicate()))
-        tensor = self.placement.cut(parts[0], self.partition) if len(parts) == 1 else self._join(parts)
-        return InferenceParameter(tensor) if is_bias else prepared(tensor, self.placement)
+            return self.placement.cut(parts[0], Partition.replicate())
+        return self.placement.cut(parts[0], self.partition) if len(parts) == 1 else self._join(parts)
 
     def _check_shapes(self, shapes: list[tuple[int, ...]], is_bias: bool) -> None:
         sizes = [block.size for block in self.partition.blocks] if len(shapes) > 1 else [self.out_features]
@@ -123,7 +131,7 @@ class Linear:
         if shapes != expected:
             raise ValueError(f"given {_shapes(shapes)}, expected {_shapes(expected)}")
 
-    def _join(self, parts: list[Any]) -> Tensor:
+    def _join(self, parts: Sequence[Any]) -> Tensor:
         """The parts, each cut by its block, one below the other: written into place one by one."""
         placement, blocks = self.placement, self.partition.blocks
         sizes = split_sizes(blocks, placement.group)

@@ -65,9 +65,12 @@ class PreparedExperts:
 class ExpertsBackend(Protocol):
     """One way to hold the weights of experts and to compute with them. Its name in the registry begins the layout."""
 
-    def prepare(self, weight: Tensor, linear_layout: str | None) -> PreparedExperts:
-        """weight `[experts, out, in]` in this back end's layout; `linear_layout` is that of the `linear` op which the
-        user forced, None for the best."""
+    def prepare(self, weights: Iterable[Tensor], count: int, linear_layout: str | None) -> PreparedExperts:
+        """The weights `[out, in]` of `count` experts in this back end's layout.
+
+        They are taken one by one, so that those before need not be held as they came. `linear_layout` is the layout
+        of the `linear` op that the user forced, None for the best.
+        """
 
     def apply(
         self,
@@ -113,13 +116,13 @@ class SortedExperts:
     cannot be captured in a CUDA graph.
     """
 
-    def prepare(self, weight: Tensor, linear_layout: str | None) -> PreparedExperts:
-        parts = [prepare_linear(part, forced=linear_layout) for part in weight]
+    def prepare(self, weights: Iterable[Tensor], count: int, linear_layout: str | None) -> PreparedExperts:
+        parts = [prepare_linear(weight, forced=linear_layout) for weight in weights]
+        first = parts[0]
         aux = {str(expert): part.data for expert, part in enumerate(parts) if expert}
         aux.update({f"{e}.{name}": tensor for e, part in enumerate(parts) for name, tensor in part.aux.items()})
-        count, out_features, in_features = weight.shape
-        shape = (count, out_features, in_features)
-        return PreparedExperts(parts[0].data, f"sorted:{parts[0].layout}", shape, weight.dtype, aux)
+        shape = (count, first.out_features, first.in_features)
+        return PreparedExperts(first.data, f"sorted:{first.layout}", shape, first.dtype, aux)
 
     def apply(
         self,
@@ -147,9 +150,16 @@ class MaskedExperts:
     """Every expert sees every token, and a token's other experts count nothing: no step depends on what the router
     says, so this can be captured in a CUDA graph. Costs `experts / k` times the products of `SortedExperts`."""
 
-    def prepare(self, weight: Tensor, linear_layout: str | None) -> PreparedExperts:
-        count, out_features, in_features = weight.shape
-        return PreparedExperts(weight, "masked", (count, out_features, in_features), weight.dtype)
+    def prepare(self, weights: Iterable[Tensor], count: int, linear_layout: str | None) -> PreparedExperts:
+        if linear_layout not in (None, "plain"):
+            raise ValueError(f"moe: 'masked' holds plain weights, but linear is told to use {linear_layout!r}")
+        stacked: Tensor | None = None
+        for place, weight in enumerate(weights):
+            stacked = weight.new_empty(count, *weight.shape) if stacked is None else stacked
+            stacked[place] = weight
+        if stacked is None:
+            raise ValueError("moe: there are no experts to prepare")
+        return PreparedExperts(stacked, "masked", (count, stacked.shape[1], stacked.shape[2]), stacked.dtype)
 
     def apply(
         self,
