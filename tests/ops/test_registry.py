@@ -39,6 +39,19 @@ def test_a_user_adds_replaces_and_removes(op):
     assert name_of(op, registry.select(op, device="cpu", dtype=torch.float32)) == "fast"
 
 
+def test_only_an_implementation_with_the_features_that_are_needed(op):
+    needs = frozenset({"halves"})
+    with pytest.raises(
+        ValueError, match=r"nothing supports torch\.float32 on cpu with halves; registered: plain, fast"
+    ):
+        registry.select(op, device="cpu", dtype=torch.float32, needs=needs)
+    registry.register(op, "plain", lambda x, halves=0: 2 * x + halves / 2, features=("halves",))
+    assert name_of(op, registry.select(op, device="cpu", dtype=torch.float32, needs=needs)) == "plain"
+    assert name_of(op, registry.select(op, device="cpu", dtype=torch.float32)) == "fast"
+    with pytest.raises(ValueError, match=r"'fast' does not support .* with halves; those that do: plain"):
+        registry.select(op, device="cpu", dtype=torch.float32, forced="fast", needs=needs)
+
+
 def test_errors_name_the_choices(op):
     with pytest.raises(ValueError, match=r"unknown op 'attentoin'.*attention"):
         registry.select("attentoin", device="cpu", dtype=torch.float32)

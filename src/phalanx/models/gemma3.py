@@ -10,6 +10,7 @@ from phalanx.models.layer_types import FULL, SLIDING
 from phalanx.models.llama import LlamaOuter, LlamaPolicy
 from phalanx.models.qwen3 import Qwen3Layer
 from phalanx.models.rope import RopeSettings, rope_settings
+from phalanx.models.traits import integer_of
 
 
 class Gemma3Layer(Gemma2Layer, Qwen3Layer): ...
@@ -17,6 +18,7 @@ class Gemma3Layer(Gemma2Layer, Qwen3Layer): ...
 
 class Gemma3Model(Gemma2Model):
     qk_norm = True
+    max_sequence_length = integer_of("max_position_embeddings")  # of its configs, which scale rope, this is the end
 
     @property
     def rope(self) -> RopeSettings:
