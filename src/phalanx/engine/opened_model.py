@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from difflib import get_close_matches
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from phalanx.weights.embedded import pull_smollm2
 from phalanx.weights.hub import is_hub_id, snapshot
 
 EMBEDDED = "smollm2"
+ENTRY_POINTS = "phalanx.models"
+"""The group under which an installed package announces modules that declare models."""
 
 
 class OpenedModel:
@@ -138,12 +141,21 @@ def locate(model: str) -> Path | None:
 
 
 def load_policies(config: EngineConfig) -> None:
-    """Imports the built-in families and the plugins of a config, so that POLICIES has them.
+    """Imports the built-in families, what installed packages announce as entry points ``phalanx.models``, and the
+    plugins of a config, so that POLICIES has them.
 
     Raises:
-        ConfigError: a plugin that cannot be imported.
+        ConfigError: one that cannot be imported.
     """
     phalanx.models.load_families()
+    for announced in entry_points(group=ENTRY_POINTS):
+        try:
+            announced.load()
+        except (ImportError, AttributeError) as error:
+            of = announced.dist.name if announced.dist is not None else "an installed package"
+            raise ConfigError(
+                f"{of} announces models in {announced.value!r}, which cannot be imported: {error}. Mend or remove it"
+            ) from error
     for name in config.plugins:
         try:
             importlib.import_module(name)
