@@ -84,6 +84,9 @@ class MoETransformerModel(TransformerModel):
 
     def check_traits(self) -> None:
         super().check_traits()
+        dense = self.config.get("mlp_only_layers")
+        if dense is not None and not (isinstance(dense, list) and all(isinstance(layer, int) for layer in dense)):
+            raise ModelConfigError(f"the config says mlp_only_layers={dense!r}: expected a list of layers")
         if self.sparse_step < 1:
             raise ModelConfigError(f"decoder_sparse_step is {self.sparse_step}: expected at least 1")
         if self.num_experts < 0 or self.shared_expert_size < 0:
