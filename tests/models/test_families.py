@@ -48,3 +48,29 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
         for rank, found in enumerate(run_threads(world, run)):
             for name, logits in found.items():
                 assert error(logits, expected[name]) < 1e-4, (case, world, rank, name)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "exaone4:hybrid",
+        "falcon:rw",
+        "gemma3_text:two-ropes",
+        "olmo2:plain",
+        "opt:norm-after",
+        "phi3:longrope",
+        "stablelm:normed-heads",
+    ],
+)
+def test_a_ragged_batch_equals_each_sequence_alone(case: str, tmp_path: Path) -> None:
+    module, folder = folder_of(case, tmp_path)
+    engine = build_engine(folder, num_blocks=120, block_size=8)
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 7, 12, 30, LENGTH]
+    texts = [torch.randint(3, 131, (length + 3,), generator=generator).tolist() for length in lengths]
+    both = list(zip(texts, lengths, strict=True))
+    steps = [engine.put(range(len(both)), [text[:length] for text, length in both])]
+    steps += [engine.put(range(len(both)), [[text[length + k]] for text, length in both]) for k in range(3)]
+    for index, (text, length) in enumerate(both):
+        alone = reference(module, text, [length, 1, 1, 1])[length - 1 :]
+        assert error(torch.stack([step[index] for step in steps]), alone) < 1e-4, length
