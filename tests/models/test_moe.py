@@ -15,21 +15,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import MixtralForCausalLM
 
 from phalanx.distributed.group import Group, SoloGroup
 from phalanx.distributed.thread_group import run_threads
 from phalanx.engine.build import build_engine
 from phalanx.models import POLICIES, DeclarationError, TransformerModel
 from phalanx.models.experts import Experts, ExpertsParameter
+from phalanx.models.llama import LlamaAttention
 from phalanx.models.mixtral import MixtralPolicy
 from phalanx.models.moe import MoETransformerModel
+from phalanx.models.parameters import MoEGateParameter, MoEMLP1Parameter, MoEMLP2Parameter
 from phalanx.models.traits import integer_of
 from phalanx.ops import registry
 from phalanx.ops.moe import MaskedExperts
 from phalanx.weights import WeightError
 from tests.models.families import LENGTH, config_of, folder_of, module_of
 from tests.models.kit import RecordingSource, bare_model
-from tests.models.tiny import error, reference
+from tests.models.tiny import error, randomize, reference
 
 IDS = torch.randint(3, 131, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
 CASES = ("mixtral:window", "qwen2_moe:some-dense", "qwen3_moe:sparse-steps")
@@ -358,6 +361,45 @@ def test_hooks_of_experts(policies: dict[str, Any]) -> None:
                 listed[f"{ours}.experts.{expert}.w2.weight"] = theirs.experts.down_proj[expert]
     found = logits(listed, hf_config=module.config.to_dict())
     assert error(found, reference(module, IDS, [LENGTH])) < 1e-4
+
+
+def test_experts_without_gate(policies: dict[str, Any]) -> None:
+    class Layer(LlamaAttention):
+        moe_gate: MoEGateParameter
+        moe_mlp_1: MoEMLP1Parameter
+        moe_mlp_2: MoEMLP2Parameter
+
+        PARAM_MAPPING = {
+            "mlp.gate.weight": "moe_gate.params",
+            "mlp.experts.*.up_proj.weight": "moe_mlp_1.experts",
+            "mlp.experts.*.down_proj.weight": "moe_mlp_2.experts",
+        }
+
+    class Ungated(MixtralPolicy.model_class):  # type: ignore[misc, name-defined]
+        gated_mlp = False
+        activation = "relu2"
+
+    class UngatedPolicy(MixtralPolicy, replace=True):
+        model_class = Ungated
+        moe_container = Layer
+        fused_container = None
+
+    # relu(x) * x = relu(x) squared: the same as a gate that equals the up projection.
+    module = randomize(MixtralForCausalLM._from_config(config_of("mixtral:window"), experts_implementation="eager"))
+    tensors = {name: tensor for name, tensor in module.state_dict().items() if ".experts." not in name}
+    with torch.no_grad():
+        for layer, block in enumerate(module.model.layers):
+            block.mlp.experts.act_fn = torch.nn.ReLU()
+            for expert, (first, second) in enumerate(
+                zip(block.mlp.experts.gate_up_proj, block.mlp.experts.down_proj, strict=True)
+            ):
+                first[26:] = first[:26]
+                name = f"model.layers.{layer}.mlp.experts.{expert}"
+                tensors.update({f"{name}.up_proj.weight": first[:26], f"{name}.down_proj.weight": second})
+    expected = reference(module, IDS, [LENGTH])
+    for world in (1, 2):
+        for found in run_threads(world, lambda group: logits(tensors, group, hf_config=module.config.to_dict())):
+            assert error(found, expected) < 1e-4
 
 
 def test_containers_that_do_not_fit_their_layer() -> None:
