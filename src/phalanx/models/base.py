@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -245,6 +246,12 @@ class TransformerModel(Traits):
     def set_kv_cache(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """The K and V cache of every layer, [num_blocks, block_size, kv heads, head_dim] each."""
         self._kv = list(caches)
+
+    def held_parameters(self) -> list[tuple[int, int]]:
+        """(elements, bytes) of every parameter on this rank, a tied one once."""
+        containers = [*self.layers, *([self.outer] if self.outer is not None else [])]
+        parameters = [p for container in containers for p in container.finalized().values() if p is not None]
+        return [(prod(p.shape), p.nbytes) for p in parameters]
 
     def release(self) -> None:
         """Lets go of parameters and caches; the model computes no more."""
