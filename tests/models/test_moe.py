@@ -204,6 +204,22 @@ def test_faulty_checkpoints(
         assert re.match(pattern, problem), problem
 
 
+def test_a_file_that_cannot_be_listed(tmp_path: Path) -> None:
+    _, folder = folder_of("mixtral:window", tmp_path)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(WeightError) as caught:
+        logits(folder)
+    assert len(caught.value.problems) == 1 and "is truncated or corrupt" in caught.value.problems[0]
+
+
+def test_the_reverse_of_a_dense_layer_is_found(tmp_path: Path) -> None:
+    module, folder = folder_of("qwen3_moe:sparse-steps", tmp_path)
+    config = {**module.config.to_dict(), "decoder_sparse_step": 1}
+    with pytest.raises(WeightError) as caught:
+        logits(folder, hf_config=config)
+    assert any("missing: model.layers.0.mlp.experts.5.up_proj.weight" in problem for problem in caught.value.problems)
+
+
 # -- configs
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -44,8 +44,9 @@ class MoETransformerModel(TransformerModel):
     def num_experts(self) -> int:
         """Experts of a layer that has any. Both names of it are in use, and a file has but one of them."""
         names = ("num_experts", "num_local_experts")
-        given = [name for name in names if name in self.config.given]
-        return self.config.integer((given or [name for name in names if name in self.config] or [*names])[0])
+        # What the file says goes before a default under the other name.
+        found = [name for values in (self.config.given, self.config) for name in names if name in values]
+        return self.config.integer(found[0] if found else names[0])
 
     @property
     def experts_per_token(self) -> int:
@@ -71,6 +72,11 @@ class MoETransformerModel(TransformerModel):
         if self.num_experts == 0 or layer in (self.config.get("mlp_only_layers") or ()):
             return False
         return (layer + 1) % self.sparse_step == 0
+
+    @cached_property
+    def moe_layers(self) -> frozenset[int]:
+        """The layers with experts."""
+        return frozenset(layer for layer in range(self.num_layers) if self.is_moe_layer(layer))
 
     @property
     def sparse_step(self) -> int:
@@ -155,8 +161,8 @@ class MoETransformerModel(TransformerModel):
             DeclarationError: as the base does; also where a layer of experts has a dense container or the reverse.
         """
         for layer, container in enumerate(transformer):
-            if self.is_moe_layer(layer) != ("moe_gate" in container.parameters):
-                kind = "has experts" if self.is_moe_layer(layer) else "has no experts"
+            if (layer in self.moe_layers) != ("moe_gate" in container.parameters):
+                kind = "has experts" if layer in self.moe_layers else "has no experts"
                 raise DeclarationError(
                     f"layer {layer} {kind}, its container {type(container).__name__} says otherwise: correct "
                     "is_moe_layer() or the policy's make_layer_container()"
@@ -166,7 +172,7 @@ class MoETransformerModel(TransformerModel):
     # -- the forward
 
     def forward_mlp(self, layer: int, hidden: Tensor) -> Tensor:
-        if not self.is_moe_layer(layer):
+        if layer not in self.moe_layers:
             return super().forward_mlp(layer, hidden)
         parameters = self.layers[layer]
         out = self.moe(hidden, parameters.moe_gate, parameters.moe_mlp_1, parameters.moe_mlp_2)
@@ -211,12 +217,10 @@ class MoEPolicy(InferencePolicy):
         prefixes = (self.layer_prefix,) if isinstance(self.layer_prefix, str) else self.layer_prefix
         return any(f"{prefix}.{layer}.{name}" in self._source_names for prefix in prefixes for name in own)
 
-    @property
+    @cached_property
     def _source_names(self) -> frozenset[str]:
-        if not hasattr(self, "_names"):
-            try:
-                self._names = frozenset(self.source.names() if self.source is not None else ())
-            except WeightError:
-                # Files that cannot be listed: reading them says what is wrong, whatever the containers are.
-                self._names = frozenset()
-        return self._names
+        try:
+            return frozenset(self.source.names() if self.source is not None else ())
+        except WeightError:
+            # Files that cannot be listed: reading them says what is wrong, whatever the containers are.
+            return frozenset()
