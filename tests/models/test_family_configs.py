@@ -28,7 +28,9 @@ IDS = torch.randint(3, 131, (LENGTH,), generator=torch.Generator().manual_seed(1
 
 
 def logits(source: Any, **settings: Any) -> torch.Tensor:
-    return build_engine(source, **{"num_blocks": 60, "block_size": 8, **settings}).put([0], [IDS], logits="all")
+    return build_engine(source, **{"device": "cpu", "num_blocks": 60, "block_size": 8, **settings}).put(
+        [0], [IDS], logits="all"
+    )
 
 
 # -- old spellings

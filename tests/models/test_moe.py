@@ -41,7 +41,7 @@ CASES = ("mixtral:window", "qwen2_moe:some-dense", "qwen3_moe:sparse-steps")
 def logits(source: Any, group: Group | None = None, **settings: Any) -> Tensor:
     group = group or SoloGroup()
     settings = {"num_blocks": 60, "block_size": 8, "tensor_parallel_size": group.size, **settings}
-    return build_engine(source, group=group, **settings).put([0], [IDS], logits="all")
+    return build_engine(source, group=group, device="cpu", **settings).put([0], [IDS], logits="all")
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -74,7 +74,7 @@ def test_a_serialised_model_is_the_same(made: tuple[Any, Path, str], world: int,
     settings = {"num_blocks": 60, "block_size": 8, "tensor_parallel_size": world}
 
     def write(group: Group) -> Tensor:
-        engine = build_engine(made[1], group=group, **settings)
+        engine = build_engine(made[1], group=group, device="cpu", **settings)
         engine.serialize(tmp_path / "served")
         return engine.put([0], [IDS], logits="all")
 
@@ -280,7 +280,7 @@ def test_what_is_not_supported_is_refused_by_name(case: str, changes: dict[str, 
 
 
 def test_logits_do_not_depend_on_batch_mates(made: tuple[Any, Path, str]) -> None:
-    engine = build_engine(made[1], num_blocks=60, block_size=8)
+    engine = build_engine(made[1], device="cpu", num_blocks=60, block_size=8)
     texts = [IDS[:5], IDS[3:20], IDS[7:8], IDS[20:33]]
     together = engine.put(range(4), texts)
     steps = engine.put(range(4), [[9], [4], [7], [8]])
@@ -316,7 +316,7 @@ def test_one_reduction_for_all_experts_of_a_layer(made: tuple[Any, Path, str]) -
     layers = config_of(made[2]).num_hidden_layers
 
     def run(group: Group) -> int:
-        engine, calls = build_engine(made[1], group=group, tensor_parallel_size=2, num_blocks=60), 0
+        engine, calls = build_engine(made[1], group=group, device="cpu", tensor_parallel_size=2, num_blocks=60), 0
         plain = group.all_reduce
 
         def counted(*args: Any, **settings: Any) -> Any:

@@ -96,6 +96,6 @@ def test_what_cannot_be_forced_is_refused_by_name(ops: dict[str, str], message: 
     registry.register("linear", "narrow", PlainLinear(), supports=lambda device, dtype: dtype == torch.bfloat16)
     try:
         with pytest.raises(ValueError, match=message):
-            build_engine(tiny_llama, ops=ops, num_blocks=8)
+            build_engine(tiny_llama, device="cpu", ops=ops, num_blocks=8)
     finally:
         registry.unregister("linear", "narrow")

@@ -82,6 +82,7 @@ def test_it_is_served_by_being_imported(policies: dict[str, Any]) -> None:
             group=group,
             tensor_parallel_size=group.size,
             num_blocks=8,
+            device="cpu",
             plugins=("tests.models.toy_gpt",),
         )
         return torch.cat([engine.put([0], [part], logits="all") for part in (IDS[:4], IDS[4:5], IDS[5:])])

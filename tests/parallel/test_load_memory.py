@@ -53,7 +53,11 @@ def test_peak_memory(dtype: torch.dtype, tmp_path: Path) -> None:
     subprocess.run(
         [*launch, "-m", "tests.parallel.peak_memory", str(folder), str(result)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([f"{ROOT}/src", os.environ.get("PYTHONPATH", "")]),
+        },
         check=True,
         timeout=600,
     )

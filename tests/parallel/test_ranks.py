@@ -22,7 +22,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     run = subprocess.run(
         [*launch, "-m", "tests.parallel.rank_cases", str(result)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([f"{ROOT}/src", os.environ.get("PYTHONPATH", "")]),
+        },
         capture_output=True,
         text=True,
         timeout=300,
