@@ -136,7 +136,7 @@ def test_vocab_parallel_cross_entropy(
     def rank(group: Group) -> tuple[Tensor, Tensor]:
         mine = range(starts[group.rank], starts[group.rank + 1])
         part = logits[:, mine.start : mine.stop].clone().requires_grad_()
-        loss = vocab_parallel_cross_entropy(part, target, mine, group)
+        loss = vocab_parallel_cross_entropy(part, target, mine, sum(vocab), group)
         loss.backward(g)
         assert part.grad is not None
         return loss.detach(), part.grad
@@ -151,7 +151,7 @@ def test_all_labels_ignored_is_nan_with_zero_gradients_as_in_pytorch() -> None:
     def rank(group: Group) -> tuple[Tensor, Tensor]:
         logits = randn(1, 4, 3).requires_grad_()
         mine = range(3 * group.rank, 3 * group.rank + 3)
-        loss = causal_lm_loss(logits, torch.full((1, 4), -100), mine, group)
+        loss = causal_lm_loss(logits, torch.full((1, 4), -100), mine, 6, group)
         loss.backward()
         assert logits.grad is not None
         return loss.detach(), logits.grad
@@ -161,9 +161,37 @@ def test_all_labels_ignored_is_nan_with_zero_gradients_as_in_pytorch() -> None:
         assert not grad.nan_to_num().any()
 
 
-def test_a_target_outside_of_the_vocabulary_is_not_a_loss() -> None:
-    def rank(group: Group) -> Tensor:
+@pytest.mark.parametrize("target", [6, -5])
+def test_a_target_outside_of_the_vocabulary_is_an_error(target: int) -> None:
+    def rank(group: Group) -> str:
         mine = range(3 * group.rank, 3 * group.rank + 3)
-        return vocab_parallel_cross_entropy(randn(1, 3), torch.tensor([6]), mine, group)
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            vocab_parallel_cross_entropy(randn(1, 3), torch.tensor([target]), mine, 6, group)
+        return "refused"
 
-    assert all(loss.isnan().all() for loss in run_threads(2, rank))
+    assert run_threads(2, rank) == ["refused", "refused"]
+
+
+def test_second_derivatives() -> None:
+    """The gradient of a gradient's norm, through a column and a row product, against one process."""
+    x, a, b = randn(3, 4), randn(6, 4, seed=1), randn(4, 6, seed=2)
+
+    def penalty(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        (g,) = torch.autograd.grad(product(x).pow(2).sum(), x, create_graph=True)
+        return g.pow(2).sum()
+
+    whole_a = a.clone().requires_grad_()
+    penalty(x.clone().requires_grad_(), lambda x: torch.tanh(x @ whole_a.T) @ b.T).backward()
+
+    def rank(group: Group) -> Tensor:
+        part = a.split(3)[group.rank].clone().requires_grad_()
+        mine = b.split(3, 1)[group.rank]
+        penalty(
+            x.clone().requires_grad_(),
+            lambda x: sum_out(torch.tanh(copy_in(x, group) @ part.T) @ mine.T, group),
+        ).backward()
+        assert part.grad is not None
+        return part.grad
+
+    assert whole_a.grad is not None
+    torch.testing.assert_close(torch.cat(run_threads(2, rank)), whole_a.grad)

@@ -159,3 +159,50 @@ def test_sequence_parallelism_refuses_a_loss_over_all_router_logits() -> None:
 def test_more_ranks_than_heads_are_refused() -> None:
     with pytest.raises(RuleError, match="without a head"):
         run(tiny_model("gpt2", n_head=2), world=4)
+
+
+def test_what_a_cut_model_cannot_give_is_refused() -> None:
+    model = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(group: Group) -> None:
+        mine = models[group.rank]
+        mesh = Mesh(group, SoloGroup(), torch.device("cpu"))
+        parallelize(mine, mesh, sequence_parallel=True)
+        inputs = batch(103)
+        with pytest.raises(ValueError, match=r"output_attentions=True: a rank .* some of the heads"):
+            mine(**inputs, output_attentions=True)
+        with pytest.raises(ValueError, match=r"output_hidden_states=True: a rank .* some of the tokens"):
+            mine(**inputs, output_hidden_states=True)
+        with pytest.raises(RuntimeError, match="one rank's shards"):
+            mine.save_pretrained("anywhere")
+        with pytest.raises(ValueError, match="cut already"):
+            parallelize(mine, mesh)
+        with pytest.raises((IndexError, RuntimeError)):
+            mine(input_ids=torch.full((1, 4), 103))
+
+    run_threads(2, rank)
+
+
+def test_models_of_other_shapes_are_refused_before_anything_is_exchanged() -> None:
+    models = [tiny_model("llama"), tiny_model("llama", num_hidden_layers=3)]
+
+    def rank(group: Group) -> None:
+        with pytest.raises(ValueError, match=r"requires_grad of the parameters of ranks \[1\]"):
+            parallelize(models[group.rank], Mesh(group, SoloGroup(), torch.device("cpu")))
+
+    run_threads(2, rank)
+
+
+def test_a_module_that_layers_share_is_cut_once() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    assert run(model)[0] == pytest.approx(model(**batch(103)).loss.item(), rel=1e-6)
+
+
+def test_hooks_on_a_layer_that_is_cut_are_told_of() -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, out: out)
+    with pytest.warns(UserWarning, match=r"layers\.0\.mlp\.up_proj has forward hooks"):
+        run(model)

@@ -113,3 +113,23 @@ def case_nested_inputs_and_fingerprints() -> None:
         with pytest.raises(RuntimeError, match=r"batch\['parts'\]\[1\] on ranks"):
             agreement.before_update()
     agreement.close()
+
+
+def case_other_batches_modes_and_forwards_are_found_at_once() -> None:
+    """In evaluation no update comes that would compare the batches; a mode or a forward too many hangs otherwise."""
+    mesh = Mesh.build(2)
+    odd = mesh.tp.rank == 1
+    engine = engine_for(Toy(), sgd, mesh)
+    x, _ = batch()
+    engine.eval()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="argument 0 on ranks"):
+        engine(x.flip(1) if odd else x)
+    engine.train(not odd)
+    with pytest.raises(RuntimeError, match="in evaluation mode"):
+        engine(x)
+    engine.train()
+    if odd:
+        engine._agreement._forwards += 1
+    with pytest.raises(RuntimeError, match=r"rank \d has 'forward \d"):
+        engine(x)
+    engine.destroy()

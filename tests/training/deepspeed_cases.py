@@ -151,6 +151,12 @@ def case_the_published_rules() -> None:
     assert train(engine) == pytest.approx(expected_losses(), **CLOSE)
 
 
+def case_other_configs_on_the_ranks() -> None:
+    rates = {"type": "AdamW", "params": {"lr": 1e-2 * (1 + dist.get_rank())}}
+    with pytest.raises(ValueError, match=r"rank 1 says optimizer: .*0\.02.*rank 0 says optimizer: .*0\.01"):
+        deepspeed.initialize(model=llama(), config=config(2, optimizer=rates))
+
+
 def case_optimizer_and_schedule_of_the_config() -> None:
     named = config(
         2,

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from phalanx.distributed.mesh import Mesh
 from phalanx.layout import shard
+from phalanx.training.engine import TrainingEngine
 from phalanx.training.repoint import ELEMENTWISE
 from tests.training.loops import (
     adamw_in_groups,
@@ -226,6 +227,29 @@ def case_reentrant_checkpointing_of_a_shared_layer() -> None:
         engine = engine_for(Repeated(), sgd, mesh, stage=stage, bucket=1)
         assert_same(engine_loop(engine, regression_loss, steps), expected)
         engine.destroy()
+
+
+def case_what_is_trained_is_settled() -> None:
+    batch = regression(1, 1)[0][0]
+
+    def after_a_pass(stage: int) -> TrainingEngine:
+        engine = engine_for(mlp(), sgd, Mesh.build(), stage=stage)
+        engine.backward(regression_loss(engine, batch))
+        return engine
+
+    for stage in (0, 2):
+        engine = after_a_pass(stage)
+        engine.module[0].weight.requires_grad_(False)
+        with pytest.raises(RuntimeError, match=r"0\.weight was frozen"):
+            engine.step()
+        engine = after_a_pass(stage)
+        engine.module.register_parameter("late", nn.Parameter(torch.zeros(2)))
+        with pytest.raises(RuntimeError, match="late came or went"):
+            engine.step()
+        engine = after_a_pass(stage)
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        with pytest.raises(RuntimeError, match="add_param_group"):
+            engine.step()
 
 
 def case_misuse_is_refused() -> None:

@@ -100,3 +100,19 @@ def test_what_a_config_cannot_name(name, params, told):
     with pytest.raises(ConfigError, match=r"^optimizer\.") as caught:
         optimizer_maker(name, params)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"lr": "1e-3"}, r"optimizer\.params\.lr: expected a number, given '1e-3'; leave the quotes out"),
+        ({"lr": None}, r"optimizer\.params\.lr: expected a number, given None"),
+        ({"lr": float("inf")}, r"optimizer\.params\.lr: expected a number, given inf"),
+        ({"lr": True}, r"optimizer\.params\.lr: expected a number, given True"),
+        ({"betas": [0.9]}, r"optimizer\.params\.betas: expected two numbers"),
+        ({"betas": "ab"}, r"optimizer\.params\.betas: expected two numbers"),
+    ],
+)
+def test_values_that_are_no_numbers_are_named(params: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        optimizer_maker("AdamW", params)

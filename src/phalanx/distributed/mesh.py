@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -174,9 +175,18 @@ class Mesh:
         self.dp.close()
 
 
+def _timeout() -> timedelta | None:
+    """That of the default process group, so that what its maker allowed holds for these as well."""
+    world = dist.group.WORLD
+    try:
+        return None if world is None else world._get_backend(world._device_types[0]).options._timeout
+    except (AttributeError, RuntimeError, IndexError):
+        return None
+
+
 def _own_group(groups: Sequence[range], rank: int) -> Group:
     """The group of `groups` that holds `rank`; all ranks make all of them, in the same order."""
     if all(len(ranks) == 1 for ranks in groups):
         return SoloGroup()
-    made = [dist.new_group(list(ranks)) for ranks in groups]
+    made = [dist.new_group(list(ranks), timeout=_timeout()) for ranks in groups]
     return TorchGroup(next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from phalanx.parallel.inventory import attention_path, attention_shape, text_con
 from phalanx.parallel.layers import (
     ColumnLinear,
     Cut,
+    CutLayer,
     Entry,
     RowLinear,
     VocabEmbedding,
@@ -114,6 +117,9 @@ class Cutter:
     def _cut_module(self, name: str, decision: Decision) -> None:
         path = name.rpartition(".")[0]
         module: Any = self.model.get_submodule(path)
+        if isinstance(module, CutLayer):
+            return  # one module under two names
+        _warn_of_changes(path, module)
         shape = self._shard(name, decision.weight, decision)
         rank, world = self.group.rank, self.group.size
         transposed = is_conv1d(module)
@@ -201,7 +207,10 @@ class Cutter:
         shape = None if config is None else attention_shape(config)
         for path, block in attention_blocks(self.model, self.decisions):
             if shape is None:
-                raise ValueError(f"{path} was cut by heads, but the model's config does not say how many it has")
+                raise ValueError(
+                    f"{path} was cut by heads, but {type(self.model).__name__} has no transformers config that says "
+                    "how many it has: pass the transformers model itself, or give the wrapper its config as `config`"
+                )
             keep_own_heads(block, shape, self.group.rank, self.group.size)
             self._shared_keys(path, block)
             self._own_randomness(path, block)
@@ -277,6 +286,15 @@ def check_same_weights(model: nn.Module, group: Group, device: torch.device) -> 
 
     Compares two sums of every parameter, which cost one pass over the weights. `device`: where the group's tensors are.
     """
+    shapes = "; ".join(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters())
+    digest = int.from_bytes(blake2b(shapes.encode(), digest_size=8).digest(), "little", signed=True)
+    digests = group.all_gather(torch.tensor([digest], device=device)).tolist()
+    if len(set(digests)) > 1:
+        other = [rank for rank, each in enumerate(digests) if each != digests[0]]
+        raise ValueError(
+            "the ranks of a tensor-parallel group hold different models: the names, shapes, dtypes or requires_grad of "
+            f"the parameters of ranks {other} are not those of rank 0. Build the same model on all of them"
+        )
     names, sums = [], []
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -298,6 +316,17 @@ def check_same_weights(model: nn.Module, group: Group, device: torch.device) -> 
         f"{len(different)} of {len(names)} parameters, {', '.join(different[:3])} among them. Load the same checkpoint "
         "on all of them, or set the same seed before the model is built"
     )
+
+
+def _warn_of_changes(path: str, module: nn.Module) -> None:
+    # Those on embeddings are for gradients to flow (activation checkpointing), and see whole rows.
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks) and not isinstance(module, nn.Embedding)
+    if hooked or "forward" in vars(module):
+        warnings.warn(
+            f"{path} has {'forward hooks' if hooked else 'a forward of its own'}: on each rank it sees a part of the "
+            "features only. What looks across features computes another function now",
+            stacklevel=2,
+        )
 
 
 def _decoder_layers(model: nn.Module) -> list[nn.Module]:

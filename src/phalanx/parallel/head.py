@@ -50,7 +50,7 @@ class VocabHead:
         if cut.gather and self._whole_loss is not None:
             return self._whole_loss(logits, labels, vocab_size, **kwargs)
         known = {name: kwargs[name] for name in _LOSS_OPTIONS if name in kwargs}
-        return causal_lm_loss(logits, labels, cut.vocab, cut.group, **known)
+        return causal_lm_loss(logits, labels, cut.vocab, sum(cut.sizes), cut.group, **known)
 
 
 _LOSS_OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")

@@ -125,7 +125,10 @@ class VocabEmbedding(CutLayer):
     def forward(self, ids: Tensor) -> Tensor:
         first, last = self.cut.vocab.start, self.cut.vocab.stop
         elsewhere = (ids < first) | (ids >= last)
-        rows: Tensor = super().forward((ids - first).masked_fill(elsewhere, 0))
+        index = (ids - first).masked_fill(elsewhere, 0)
+        # An id that no rank has is looked up where no rank has anything, so that all of them fail as PyTorch does.
+        index = index.masked_fill((ids < 0) | (ids >= sum(self.cut.sizes)), last - first)
+        rows: Tensor = super().forward(index)
         rows = rows.masked_fill(elsewhere[..., None], 0)
         return rows if self.cut.leave is None else self.cut.leave(rows)
 

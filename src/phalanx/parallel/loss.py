@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from phalanx.distributed.group import Group
 
@@ -16,39 +17,43 @@ _ELEMENTS_AT_ONCE = 1 << 24
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, target: Tensor, vocab: range, group: Group, ignore_index: int = -100
+    logits: Tensor, target: Tensor, vocab: range, vocab_size: int, group: Group, ignore_index: int = -100
 ) -> Tensor:
     """The negative log-likelihood of every target, fp32 [N] (float64 for float64 logits), 0 where it is ignored.
 
     Args:
         logits: [N, len(vocab)] of this rank's token ids `vocab`, any floating dtype. Computed with in fp32.
-        target: [N] int64 token ids, the same on all ranks. An id that no rank has is an error, as in PyTorch.
+        target: [N] int64 token ids, the same on all ranks. An id outside of `vocab_size` is an error on all of them, as
+            in PyTorch: an IndexError on the CPU, an assertion of the device on a GPU.
     """
-    loss: Tensor = _CrossEntropy.apply(logits, target, vocab, group, ignore_index)
+    loss: Tensor = _CrossEntropy.apply(logits, target, vocab, vocab_size, group, ignore_index)
     return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, vocab: range, group: Group, ignore_index: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, vocab: range, vocab_size: int, group: Group, ignore_index: int
+    ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         counted = target != ignore_index
         mine = counted & (target >= vocab.start) & (target < vocab.stop)
         column = torch.where(mine, target - vocab.start, 0)
+        # What no rank has is looked up where no rank has anything, so that all of them fail.
+        looked_up = torch.where(counted & ((target < 0) | (target >= vocab_size)), len(vocab), column)
         largest = group.all_reduce(_row_max(logits).to(wide), "max")
         total = torch.cat([(part.to(wide) - m[:, None]).exp().sum(-1) for part, m in _chunks(logits, largest)])
         if len(vocab):
-            at_target = torch.where(mine, logits.gather(-1, column[:, None])[:, 0].to(wide), 0)
+            at_target = torch.where(mine, logits.gather(-1, looked_up[:, None])[:, 0].to(wide), 0)
         else:
             at_target = torch.zeros_like(total)
-        total, at_target, known = group.all_reduce(torch.stack([total, at_target, mine.to(wide)]))
+        total, at_target = group.all_reduce(torch.stack([total, at_target]))
         log_sum = total.log() + largest
         ctx.save_for_backward(logits, log_sum, column, mine, counted)
-        # A target that no rank has makes its loss NaN: an error would have to wait for the device.
-        loss = torch.where(known > 0, log_sum - at_target, float("nan"))
-        return torch.where(counted, loss, 0)
+        return torch.where(counted, log_sum - at_target, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         logits, log_sum, column, mine, counted = ctx.saved_tensors
         scale = torch.where(counted, g, 0)
@@ -60,13 +65,14 @@ class _CrossEntropy(torch.autograd.Function):
             if part.shape[-1]:
                 difference.scatter_add_(-1, column[here, None], -mine[here, None].to(m.dtype))
             out[here] = difference * scale[here, None]
-        return out, None, None, None, None
+        return out, None, None, None, None, None
 
 
 def causal_lm_loss(
     logits: Tensor,
     labels: Tensor | None,
     vocab: range,
+    vocab_size: int,
     group: Group,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
@@ -84,7 +90,8 @@ def causal_lm_loss(
             raise ValueError("the loss of a causal LM needs labels or shift_labels")
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     target = shift_labels.reshape(-1).to(logits.device)
-    losses = vocab_parallel_cross_entropy(logits.reshape(-1, logits.shape[-1]), target, vocab, group, ignore_index)
+    rows = logits.reshape(-1, logits.shape[-1])
+    losses = vocab_parallel_cross_entropy(rows, target, vocab, vocab_size, group, ignore_index)
     if num_items_in_batch is None:
         return losses.sum() / (target != ignore_index).sum()
     if torch.is_tensor(num_items_in_batch):

@@ -14,7 +14,7 @@ from phalanx.layout.rules import PartitionConfig
 from phalanx.parallel.cut import Cutter, check_same_weights
 from phalanx.parallel.head import VocabHead, owner_of_head
 from phalanx.parallel.inventory import inventory, model_type, tied_names
-from phalanx.parallel.layers import ColumnLinear
+from phalanx.parallel.layers import ColumnLinear, CutLayer
 from phalanx.parallel.loading import load_pending
 from phalanx.parallel.registry import LayoutRegistry
 
@@ -55,6 +55,10 @@ def parallelize(
         ValueError: what cannot be cut, or ranks that hold different models.
     """
     group = mesh.tp
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("the model is wrapped in DistributedDataParallel: pass the module inside of it")
+    if any(isinstance(module, CutLayer) for module in model.modules()):
+        raise ValueError("this model is cut already: a model is cut once, build a new one for other ranks")
     if group.size == 1:
         registry = LayoutRegistry.whole(model)
         load_pending(model, registry, mesh.device)
@@ -111,6 +115,10 @@ def cut_model(
     """Carry `decisions` out on `model`, in place."""
     if sequence_parallel:
         _refuse_under_sequence_parallelism(model)
+    model.register_forward_pre_hook(_PartialOutputs(sequence_parallel), with_kwargs=True)
+    whole: Any = model
+    if hasattr(whole, "save_pretrained"):
+        whole.save_pretrained = _no_whole_weights
     registry = Cutter(model, group, decisions, sequence_parallel=sequence_parallel).cut()
     for name, decision in decisions.items():
         module = model.get_submodule(name.rpartition(".")[0])
@@ -136,6 +144,24 @@ def tp_plan(model: nn.Module) -> dict[str, str]:
         if isinstance(base, Mapping):
             merged.update(base)
     return merged
+
+
+class _PartialOutputs:
+    """Refuses outputs of which a rank of a cut model holds a part only."""
+
+    def __init__(self, sequence_parallel: bool) -> None:
+        self.names = ("output_attentions", *(("output_hidden_states",) if sequence_parallel else ()))
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        config: Any = getattr(model, "config", None)
+        for name in self.names:
+            if kwargs.get(name) or getattr(config, name, False):
+                part = "heads" if name == "output_attentions" else "tokens"
+                raise ValueError(f"{name}=True: a rank of this cut model has some of the {part} only. Leave it out")
+
+
+def _no_whole_weights(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("this model is cut: save_pretrained would write one rank's shards as if they were the model")
 
 
 def _refuse_under_sequence_parallelism(model: nn.Module) -> None:

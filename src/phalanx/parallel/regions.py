@@ -1,7 +1,7 @@
 """The ways into and out of a region in which the ranks of a group hold different parts: forward and backward together.
 
 Outside of such a region all ranks hold the same activations and the same whole gradients. Each function is the
-transpose of another one:
+transpose of another one, which its backward is, so that they can be differentiated more than once:
 
     forward                         backward
     copy_in      x                  sum of the ranks' gradients
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from phalanx.distributed.group import Group
 
@@ -88,17 +89,18 @@ class _CopyIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return ctx.group.all_reduce(g), None
+        return (sum_out(g, ctx.group) if torch.is_grad_enabled() else ctx.group.all_reduce(g)), None
 
 
 class _SumOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return group.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return g, None
+        return (copy_in(g, ctx.group) if torch.is_grad_enabled() else g), None
 
 
 class _GatherOut(torch.autograd.Function):
@@ -109,7 +111,7 @@ class _GatherOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _part(g, ctx.group, ctx.dim, ctx.sizes), None, None, None
+        return split_in(g, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _SplitIn(torch.autograd.Function):
@@ -120,7 +122,7 @@ class _SplitIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return ctx.group.all_gather(g, ctx.dim, ctx.sizes), None, None, None
+        return gather_out(g, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _GatherIn(torch.autograd.Function):
@@ -131,7 +133,7 @@ class _GatherIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return ctx.group.reduce_scatter(g, ctx.dim, ctx.sizes), None, None, None
+        return scatter_out(g, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _ScatterOut(torch.autograd.Function):
@@ -142,7 +144,7 @@ class _ScatterOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return ctx.group.all_gather(g, ctx.dim, ctx.sizes), None, None, None
+        return gather_in(g, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _SumCopies(torch.autograd.Function):
@@ -152,6 +154,7 @@ class _SumCopies(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         # What a rank does not hold is zero in the sum.
         total = g.new_zeros([*g.shape[: ctx.dim], ctx.length, *g.shape[ctx.dim + 1 :]])

@@ -25,7 +25,7 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torc
 
 
 class Agreement:
-    """Compares what the ranks of `mesh.tp` are given. With one rank it does nothing.
+    """Compares what the ranks of `mesh.tp` are given, and which forward it is. With one rank it does nothing.
 
     Made by all ranks of the mesh alike: on GPUs it makes a gloo group of each TP group, so that the comparison before a
     forward does not wait for the device.
@@ -37,6 +37,7 @@ class Agreement:
         self._host = _host_group(mesh)
         self._seen: dict[str, Tensor] = {}
         self._dropout = False
+        self._forwards = 0
         self.refresh()
 
     def refresh(self) -> None:
@@ -48,7 +49,11 @@ class Agreement:
         if self._mesh.tp.size == 1:
             return
         found = list(_walk(args, kwargs))
-        lines = [f"{path}: {text}" for path, text, _ in found]
+        self._forwards += 1
+        mode = "training" if self._module.training else "evaluation"
+        gradients = "with" if torch.is_grad_enabled() else "without"
+        lines = [f"forward {self._forwards}, in {mode} mode, {gradients} gradients"]
+        lines += [f"{path}: {text}" for path, text, _ in found]
         random = self._random_state() if self._dropout and self._module.training else b""
         mine = torch.tensor([[_hash("\n".join(lines).encode()), _hash(random)]])
         theirs = self._host.all_gather(mine)
@@ -60,15 +65,20 @@ class Agreement:
                 f"{self._unlike_first(theirs[:, 1])} against rank {self._ranks()[0]}, and the model draws for dropout: "
                 "give all ranks of a TP group one seed, or turn dropout off"
             )
-        if self._module.training and torch.is_grad_enabled():
-            for path, _, tensor in found:
-                if tensor is not None:
-                    mark = _fingerprint(tensor, self._mesh.device)
-                    self._seen[path] = self._seen[path] * _ODD + mark if path in self._seen else mark
+        marks = {path: _fingerprint(t, self._mesh.device) for path, _, t in found if t is not None}
+        if not (self._module.training and torch.is_grad_enabled()):
+            # No update will look at these.
+            self._compare(marks)
+            return
+        for path, mark in marks.items():
+            self._seen[path] = self._seen[path] * _ODD + mark if path in self._seen else mark
 
     def before_update(self) -> None:
         """Raises RuntimeError, on every rank of the group, if any tensor of any forward since the last call differs."""
         seen, self._seen = self._seen, {}
+        self._compare(seen)
+
+    def _compare(self, seen: Mapping[str, Tensor]) -> None:
         if self._mesh.tp.size == 1 or not seen:
             return
         mine = torch.stack(list(seen.values()))

@@ -109,6 +109,7 @@ def initialize(
         if settings.dump_state:
             _log.info("training config: %s", json.dumps(settings.given, indent=2, default=str))
 
+    _check_same_config(given, rank, world)
     ranks = Ranks.of(rank, world, settings.tp_size)
     if mpu is not None:
         check_mpu(mpu, ranks)
@@ -209,6 +210,24 @@ def _the_config(args: Any, config: Config | None, config_params: Config | None) 
     if len(found) > 1:
         raise ValueError(f"a DeepSpeed config was given by {' and by '.join(found)}; give one")
     return next(iter(found.values()))
+
+
+def _check_same_config(given: Mapping[str, Any], rank: int, world: int) -> None:
+    """Raise ValueError on every rank if they were not all given one config."""
+    if world == 1:
+        return
+    told: list[Any] = [None] * world
+    # Objects, such as groups of ranks, are told by their kind: their names differ from process to process.
+    mine = {key: json.dumps(value, sort_keys=True, default=lambda x: type(x).__name__) for key, value in given.items()}
+    dist.all_gather_object(told, mine)
+    for other, theirs in enumerate(told):
+        if theirs != told[0]:
+            keys = sorted(key for key in {*theirs, *told[0]} if theirs.get(key) != told[0].get(key))
+            raise ValueError(
+                f"the ranks were given different configs: rank {other} says "
+                f"{', '.join(f'{key}: {theirs.get(key)}' for key in keys)}; rank 0 says "
+                f"{', '.join(f'{key}: {told[0].get(key)}' for key in keys)}. Give all of them the same"
+            )
 
 
 def _check_local_rank(args: Any) -> None:

@@ -82,6 +82,8 @@ class TrainingEngine:
         self._shards = shard(module, trained, config=config, mesh=mesh, registry=registry, precision=precision)
         self._measure = GradientNorm(self._shards.fragments, mesh, sharded=self._shards.sharded)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        self._known = dict(module.named_parameters()).keys()
+        self._trained = list(trained)
         self._update: OwnedStep | None = None
         if optimizer is not None:
             repoint(optimizer, groups, self._shards.fragments)
@@ -272,6 +274,15 @@ class TrainingEngine:
             self._update = None
 
     def _check_frozen(self) -> None:
+        now = dict(self.module.named_parameters())
+        if now.keys() != self._known or any(not now[name].requires_grad for name in self._trained):
+            frozen = [name for name in self._trained if name in now and not now[name].requires_grad]
+            other = sorted(now.keys() ^ self._known)
+            what = f"{frozen[0]} was frozen" if frozen else f"{other[0] if other else 'a parameter'} came or went"
+            raise RuntimeError(
+                f"after the engine was made, {what}: what an engine trains is settled when it is made. Freeze and add "
+                "parameters before, or make a new engine"
+            )
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
             raise RuntimeError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any
 
 import torch
@@ -62,7 +63,35 @@ def optimizer_maker(
             near = get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
             raise ConfigError(f"optimizer.params.{key}: {name} has no such setting; {hint}")
+        _check_number(key, given[key])
     return lambda parameters: kind(parameters, **given)
+
+
+def _check_number(key: str, value: Any) -> None:
+    """Raise ConfigError for a rate, a decay and the like that is no finite number, or betas that are no two of them."""
+    if key == "betas":
+        if not isinstance(value, tuple) or len(value) != 2 or not all(map(_is_number, value)):
+            raise ConfigError(f"optimizer.params.betas: expected two numbers, given {value!r}")
+    elif key in _NUMBERS and not _is_number(value):
+        hint = "; leave the quotes out" if isinstance(value, str) else ""
+        raise ConfigError(f"optimizer.params.{key}: expected a number, given {value!r}{hint}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+_NUMBERS = (
+    "lr",
+    "eps",
+    "weight_decay",
+    "momentum",
+    "dampening",
+    "alpha",
+    "rho",
+    "lr_decay",
+    "initial_accumulator_value",
+)
 
 
 def _adam(name: str, given: dict[str, Any]) -> tuple[type[optim.Optimizer], dict[str, Any]]:

@@ -87,16 +87,26 @@ def _start_adagrad(optimizer: Optimizer) -> None:
             optimizer.state[tensor] = {"step": step.clone(), "sum": start}
 
 
+def _held(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(tensor) for tensor in group["params"]] for group in optimizer.param_groups]
+
+
 class OwnedStep:
     """Lets only the engine step the optimizer: by itself it would find no gradients, and nothing would be trained."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._allowed = False
+        self._held = _held(optimizer)
         self._handle = optimizer.register_step_pre_hook(self._check)
 
     def __call__(self) -> None:
-        """One update."""
+        """One update. Raises RuntimeError if the optimizer holds other tensors than it was given."""
+        if _held(self._optimizer) != self._held:
+            raise RuntimeError(
+                "the optimizer's param groups hold other tensors than when the engine was made (add_param_group?): "
+                "what an engine trains is settled then. Give it all groups before, or make a new engine"
+            )
         self._allowed = True
         try:
             self._optimizer.step()
