@@ -91,7 +91,7 @@ def test_a_model_that_is_not_served(run, info, tiny_folder, tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "eos_token_id": 7}))
     found = info(tmp_path)
     assert found["model_type"] == kind and found["eos_token_ids"] == [7] and "policy" not in found
-    assert any("is not served" in problem for problem in found["problems"])
+    assert any("is not served" in problem or "cannot be served" in problem for problem in found["problems"])
     done = run("info", tmp_path)
     assert done.exit_code == 0 and "served by nothing here" in done.stdout
 

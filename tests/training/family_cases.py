@@ -133,7 +133,7 @@ def rows(world: int) -> list[Row]:
 
 def full_rows(world: int, family: str = "llama") -> list[Row]:
     tps = [tp for tp in FACTORS["tp"] if tp <= world]
-    factors = {**FACTORS, "family": [family], "tp": tps, "tied": [False, True]}
+    factors = {**FACTORS, "family": [family], "tp": tps, "kv_heads": [1, 2, 3], "tied": [False, True]}
     values = itertools.product(*factors.values())
     return [dict(zip(factors, each, strict=True)) for each in values]
 
