@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.config import EngineConfig
+from phalanx.distributed.group import SoloGroup
 from phalanx.engine.build import build_engine
 from phalanx.engine.inference_engine import SchedulingError
-from phalanx.models import TransformerModel
+from phalanx.models import HFConfig, LayerContainer, TransformerModel
 from phalanx.models.base import StepState
 from phalanx.models.kv_spec import KVCacheSpec
 from phalanx.models.layers import Attention, Embedding, Linear, Norm, Unembedding
 from phalanx.models.llama import LlamaLayer, LlamaPolicy
-from phalanx.models.parameters import InvFreqParameter
+from phalanx.models.parameters import InvFreqParameter, NormParameter
 from phalanx.ops.batch import RaggedBatch
 from tests.models.tiny import error, llama, llama_config, reference
 
@@ -268,3 +270,25 @@ def test_containers_may_differ_from_layer_to_layer(layers: int, policies: dict[s
     weights = {name.replace("layers.1.mlp.down_proj", "layers.1.mlp.out"): tensor for name, tensor in tensors}
     engine = build_engine(weights, hf_config=module.config.to_dict(), num_blocks=8, block_size=8)
     assert error(engine.put([0], [IDS], logits="all"), reference(module, IDS, [len(IDS)])) < 1e-4
+
+
+def test_an_offset_of_norms_is_not_added_to_their_biases() -> None:
+    """The norm of Nemotron: LayerNorm with weights stored as an offset from 1, and biases as they are."""
+
+    class Offset(TransformerModel):
+        norm_type = "layer_norm"
+        norm_offset = 1.0
+        norm_eps = 1e-5
+
+    class Norms(LayerContainer):
+        attn_norm: NormParameter
+        attn_norm_bias: NormParameter
+
+        PARAM_MAPPING = {"norm.weight": "attn_norm.params", "norm.bias": "attn_norm_bias.params"}
+
+    model = Offset(HFConfig(llama_config().to_dict()), EngineConfig(device="cpu", dtype="float32"), SoloGroup())
+    norms: Any = Norms(model)
+    for name in ("norm.weight", "norm.bias"):
+        norms.set_dependency(name, torch.full((model.hidden_size,), 0.5))
+    assert bool((norms.attn_norm.data == 1.5).all())
+    assert bool((norms.attn_norm_bias.data == 0.5).all())

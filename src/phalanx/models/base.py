@@ -174,6 +174,10 @@ class TransformerModel(Traits):
     def transform_norm_param(self, value: Any) -> InferenceParameter | None:
         return self.norm.transform(value)
 
+    def transform_norm_bias_param(self, value: Any) -> InferenceParameter | None:
+        """A norm's bias, to which no ``norm_offset`` is added."""
+        return None if value is None else InferenceParameter(self.placement.cut(value, Partition.replicate()))
+
     def transform_head_weight_param(self, value: Any, queries: bool) -> InferenceParameter | None:
         """A vector with ``head_dim`` numbers for every query head (or every KV head): those of this rank's heads."""
         block = attention_blocks(self.num_heads, self.num_kv_heads, self.head_dim)[0 if queries else 1]

@@ -198,7 +198,7 @@ class Norm:
         )
 
     def transform(self, value: Any) -> InferenceParameter | None:
-        """A weight or bias, whole; None stays None."""
+        """A weight, whole; None stays None."""
         if value is None:
             return None
         if not self.offset:

@@ -8,12 +8,14 @@ from phalanx.models.parameter import InferenceParameter, ParameterBase
 
 
 class NormParameter(ParameterBase):
-    """Weight or bias of a norm over the hidden size."""
+    """Weight or bias of a norm over the hidden size; a bias by its name in the container, ``..._bias``."""
 
     params: torch.Tensor
 
     def finalize(self) -> InferenceParameter | None:
-        return self.inference_model.transform_norm_param(self.params)
+        model = self.inference_model
+        is_bias = self.name.endswith("_bias")
+        return model.transform_norm_bias_param(self.params) if is_bias else model.transform_norm_param(self.params)
 
     def expected_shape(self, dependency: str, ndim: int) -> tuple[int, ...]:
         return (self.inference_model.hidden_size,)
