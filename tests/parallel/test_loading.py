@@ -68,3 +68,19 @@ def test_a_truncated_file_is_found_before_anything_is_built(tmp_path: Path) -> N
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(WeightError, match=r"model\.safetensors"):
         from_pretrained(tmp_path)
+
+
+def test_tensors_that_the_model_has_no_place_for_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_model("qwen2_tied", dtype=torch.float32).save_pretrained(tmp_path)
+    mesh = Mesh(SoloGroup(), SoloGroup(), torch.device("cpu"))
+    parallelize(from_pretrained(tmp_path), mesh)
+    assert not caplog.records
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.self_attn.q_norm.weight"] = torch.zeros(8)
+    tensors["lm_head.weight"] = torch.zeros(103, 32)
+    save_file(tensors, file, {"format": "pt"})
+    parallelize(from_pretrained(tmp_path), mesh)
+    assert (
+        "1 tensors of the checkpoint are not used by Qwen2ForCausalLM, model.layers.0.self_attn.q_norm" in caplog.text
+    )

@@ -8,6 +8,7 @@ No rank ever holds more than its shards and the part of one tensor that is being
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from phalanx.layout.partition import Sliceable
 from phalanx.parallel.registry import LayoutRegistry
 from phalanx.weights.open import open_source
 from phalanx.weights.source import WeightError, WeightSource, unknown_tensor
+
+_log = logging.getLogger("phalanx")
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,27 @@ def load_pending(model: nn.Module, registry: LayoutRegistry, device: torch.devic
         # The same object, so that tied modules and optimizers keep it.
         torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     _fill_buffers(model, names, device)
+    _tell_unread(model, names)
     del model.pending_weights
+
+
+def _tell_unread(model: Any, names: _Names) -> None:
+    """Warn of tensors of the checkpoint that the model has no place for: it may be one of another architecture."""
+    tied = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    expected = {spelling for name in tied for spelling in names.spellings(name)}
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+    unread = [
+        name
+        for name in sorted(names.stored - names.read - expected)
+        if not any(re.search(pattern, name) for pattern in patterns)
+    ]
+    if unread:
+        _log.warning(
+            "%d tensors of the checkpoint are not used by %s, %s among them: is it the right checkpoint?",
+            len(unread),
+            type(model).__name__,
+            ", ".join(unread[:3]),
+        )
 
 
 class _Names:
@@ -95,13 +118,15 @@ class _Names:
     def __init__(self, model: nn.Module, source: WeightSource) -> None:
         self.source = source
         self.stored = set(source.names())
+        self.read: set[str] = set()
         self.prefix = f"{getattr(model, 'base_model_prefix', '') or 'model'}."
 
     def find(self, name: str, shape: Sequence[int]) -> Sliceable:
         """The stored tensor of `shape` that belongs to the parameter `name`."""
-        for spelling in self._spellings(name):
+        for spelling in self.spellings(name):
             if spelling in self.stored:
                 tensor = self.source.tensor(spelling)
+                self.read.add(spelling)
                 if tuple(tensor.shape) != tuple(shape):
                     raise WeightError(
                         f"{spelling} is {tuple(tensor.shape)} in the checkpoint, the model has {tuple(shape)}"
@@ -113,7 +138,7 @@ class _Names:
             return experts
         raise unknown_tensor(name, self.stored, "the checkpoint")
 
-    def _spellings(self, name: str) -> Iterator[str]:
+    def spellings(self, name: str) -> Iterator[str]:
         for new, old in (("", ""), *_RENAMED):
             each = name.replace(new, old, 1)
             if each != name or not new:
@@ -125,7 +150,7 @@ class _Names:
         match = re.fullmatch(r"(.*)\.experts\.(gate_up_proj|down_proj)", name)
         if match is None:
             return None
-        for path in self._spellings(match[1]):
+        for path in self.spellings(match[1]):
             for base in (path, re.sub(r"\.mlp$", ".block_sparse_moe", path)):
                 for parts in _EXPERT_PARTS[match[2]]:
                     if all(f"{base}.experts.0.{part}.weight" in self.stored for part in parts):
@@ -136,6 +161,7 @@ class _Names:
                             [self.source.tensor(f"{base}.experts.{e}.{part}.weight") for part in parts]
                             for e in range(count)
                         ]
+                        self.read.update(f"{base}.experts.{e}.{part}.weight" for e in range(count) for part in parts)
                         return _FusedExperts(rows)
         return None
 
@@ -194,7 +220,7 @@ def _fill_buffers(model: Any, names: _Names, device: torch.device) -> None:
         model._init_weights(module)
         for name in own:
             full = f"{path}.{name}" if path else name
-            if full in stored and any(spelling in names.stored for spelling in names._spellings(full)):
+            if full in stored and any(spelling in names.stored for spelling in names.spellings(full)):
                 module.get_buffer(name).copy_(names.find(full, own[name].shape)[...])
             elif bool(module.get_buffer(name).isnan().any()):
                 unset.append(full)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.distributed.group import SoloGroup
-from phalanx.models.generic.attention import NAME, Ragged
+from phalanx.models.generic.attention import NAME, LayerAttention, Ragged
 from phalanx.models.generic.model import ragged_logits, what_layers_ask
 from phalanx.models.hf_config import ModelConfigError
 from phalanx.models.layers import Placement
@@ -65,17 +65,18 @@ def _served_logits(module: Any, texts: list[Tensor]) -> list[Tensor]:
     placement = Placement(SoloGroup(), torch.device("cpu"), torch.float64, {})
     blocks = -(-max(map(len, texts)) // _BLOCK)
     shape = (1 + blocks * len(texts), _BLOCK)
-    caches = [
-        tuple(torch.full((*shape, a.num_kv_heads, a.head_dim), float("nan"), dtype=torch.float64) for _ in "kv")
-        for a in asked
-    ]
+
+    def cache(a: LayerAttention) -> Tensor:
+        return torch.full((*shape, a.num_kv_heads, a.head_dim), float("nan"), dtype=torch.float64)
+
+    caches = [(cache(a), cache(a)) for a in asked]
     tables = 1 + torch.arange(blocks * len(texts), dtype=torch.int32).view(len(texts), blocks)
     done = [0] * len(texts)
     found: list[list[Tensor]] = [[] for _ in texts]
     for counts in _STEPS:
         here = [s for s, count in enumerate(counts) if count]
         batch = _batch(texts, tables, done, counts, here)
-        logits = ragged_logits(module, batch, Ragged(placement, batch, caches, dict.fromkeys(range(len(asked)), 0)))  # type: ignore[arg-type]
+        logits = ragged_logits(module, batch, Ragged(placement, batch, caches, dict.fromkeys(range(len(asked)), 0)))
         for s, rows in zip(here, torch.split(logits, [counts[s] for s in here]), strict=True):
             found[s].append(rows)
             done[s] += counts[s]
