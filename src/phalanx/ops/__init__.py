@@ -1,5 +1,9 @@
 """What a forward computes: plain functions over tensors, each with a PyTorch reference and faster back ends."""
 
+from importlib.util import find_spec as _find_spec
+
+import torch as _torch
+
 # Importing them registers their implementations.
 from phalanx.ops import activation as activation
 from phalanx.ops import attention as attention
@@ -8,3 +12,6 @@ from phalanx.ops import linear as linear
 from phalanx.ops import moe as moe
 from phalanx.ops import norm as norm
 from phalanx.ops import rope as rope
+
+if _torch.version.cuda is not None and _find_spec("triton") is not None:
+    from phalanx.ops import triton as triton

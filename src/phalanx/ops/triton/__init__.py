@@ -1,0 +1,1 @@
+"""Triton kernels of the ops, for CUDA devices. A module here registers its implementations when it is imported."""

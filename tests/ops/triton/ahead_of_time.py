@@ -1,0 +1,51 @@
+"""Compiles kernels for an H200 on a machine without a GPU: what the interpreter accepts need not compile."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes: registers of a thread, bytes of shared memory of a program, bytes spilled."""
+
+    registers: int
+    shared: int
+    spilled: int
+
+
+def compile_for_hopper(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], num_warps: int = 4, num_stages: int = 3
+) -> Resources:
+    """Compiles one variant of a kernel for sm_90.
+
+    Args:
+        kernel: a function under ``@triton.jit``, in a process without TRITON_INTERPRET.
+        types: of each argument that is not a constant, as Triton spells them: "*bf16", "i32", "fp32".
+        constants: values of the constexpr arguments.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        report = subprocess.run(
+            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers = int(re.search(r"REG:(\d+)", report).group(1))
+    stack = int(re.search(r"STACK:(\d+)", report).group(1))
+    return Resources(registers, compiled.metadata.shared, stack)
