@@ -76,6 +76,8 @@ class EngineConfig(BaseModel):
     """Sequences that ``InferenceEngine`` keeps at once."""
     loop: Literal["auto", "plain", "async"] = "auto"
     """"async" launches step n+1 before the tokens of n are read; default: async on GPUs, plain on the CPU."""
+    cuda_graphs: bool = True
+    """Replay captured graphs for steps in which every sequence only decodes; a CPU has none."""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Makes requests without a seed of their own reproducible, by their order of arrival."""
 

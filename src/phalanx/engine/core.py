@@ -112,34 +112,35 @@ class EngineCore:
                 request.sent_blocks = 0
                 writes.append(Write(request.slot, 0, list(request.tokens)))
                 samplers.append((request.slot, sampler_of(request)))
-            rows.append(self._row(request, count))
+            row = self._row(request, count)
+            rows.append(row)
+            request.num_computed += count
+            request.last_step = self._step_id
+            request.pending += row.draw
         step = Step(self._step_id, rows, writes, samplers)
         self._step_id += 1
-        result = self.engine.executor.launch(step)
-        requests = list(scheduled)
-        for request, row in zip(requests, rows, strict=True):
-            request.num_computed += row.count
-            request.last_step = step.step_id
-            request.pending += row.draw
-        return Flight(step, requests, result)
+        return Flight(step, list(scheduled), self.engine.executor.launch(step))
 
     def _row(self, request: Request, count: int) -> Row:
         start = request.num_computed
-        draw = start + count == request.num_tokens and request.max_tokens > 0
+        draw = start + count == len(request.tokens) + request.pending and request.max_tokens > 0
         logits = LOGITS_LAST if draw else LOGITS_NONE
-        if request.params.prompt_logprobs is not None and start < request.prompt_len:
+        if start < request.prompt_len and request.params.prompt_logprobs is not None:
             logits = LOGITS_ALL
-        sent, request.sent_blocks = request.sent_blocks, request.num_blocks
-        new = [blocks[sent:] for blocks in request.blocks] if request.num_blocks > sent else []
+        sent, held = request.sent_blocks, len(request.blocks[0])
+        new: list[list[int]] = []
+        if held > sent:
+            request.sent_blocks = held
+            new = [blocks[sent:] for blocks in request.blocks]
         return Row(request.slot, start, count, logits, draw, request.prompt_len, sent, new)
 
     # -- reading
 
     def _read(self, flight: Flight) -> list[Request]:
-        sampled = flight.result.sampled
-        touched: list[Request] = []
-        if sampled is None:
+        if flight.result.sampled is None:
             raise RuntimeError("a scheduled step was not sampled")
+        sampled = flight.result.sampled()
+        touched: list[Request] = []
         drawn = dict(zip(sampled.owner, sampled.tokens.tolist(), strict=True))
         self._keep_logprobs(flight, sampled.logprobs, sampled.prompt_logprobs)
         self.kv.step_completed(flight.step.step_id)

@@ -17,6 +17,7 @@ from phalanx.config import EngineConfig
 from phalanx.engine.executor import Executor
 from phalanx.engine.kv_manager import KVManager
 from phalanx.engine.memory import size_pool
+from phalanx.engine.progress import progress
 from phalanx.engine.ranks import Team
 from phalanx.engine.runner import Runner
 from phalanx.engine.sequence import Sequence
@@ -75,10 +76,13 @@ class InferenceEngine:
         self.max_num_seqs = min(sequence_budget(config, model.device), self.token_budget)
         wanted = config.max_model_len or model.max_sequence_length
         self.max_model_len = check_length(wanted, model)
+        self.scheduled = scheduled
         self.max_tracked_sequences = self.max_num_seqs if scheduled else config.max_tracked_sequences
         self.runner = Runner(model, self.max_tracked_sequences, self.max_model_len, scheduled)
         self.num_blocks = size_pool(self.runner, self.token_budget, self.max_num_seqs, group)
         self.runner.allocate_kv(self.num_blocks)
+        if model.device.type == "cuda":
+            self._warm_up()
         rope = model.rope
         regime = rope.regime if rope is not None and rope.length_dependent else None
         self.kv = KVManager(model, self.num_blocks, config.prefix_cache, regime)
@@ -87,7 +91,6 @@ class InferenceEngine:
         leading = group.rank == 0 and (scheduled or not team.spmd)
         self.executor = Executor(self.runner, group, leading, team.spmd)
         self.closed = False
-        self.scheduled = scheduled
         self._sequences: dict[int, Sequence] = {}
         self._slots = list(range(self.max_tracked_sequences - 1, -1, -1))
         self._step_id = 0
@@ -209,6 +212,14 @@ class InferenceEngine:
         self.close()
 
     # -- inside
+
+    def _warm_up(self) -> None:
+        """Everything that is compiled or set up at a first use, and the graphs: no request waits for it later."""
+        self.runner.profile(self.token_budget, self.max_num_seqs, self.model.num_layers)
+        if self.scheduled and self.model.engine_config.cuda_graphs:
+            with progress("capturing CUDA graphs", shown=self.group.rank == 0) as report:
+                self.runner.capture(self.max_num_seqs, report)
+        torch.cuda.synchronize(self.model.device)
 
     def _new_sequence(self, uid: int) -> Sequence:
         return Sequence(uid, [], 0, self.kv.new_blocks())

@@ -31,6 +31,7 @@ class KVManager:
         self.model = model
         self.block_size = model.engine_config.block_size
         self.windows = [group.spec.window for group in model.kv_groups]
+        self._windowed = any(window is not None for window in self.windows)
         self.cache = PrefixCache() if prefix_cache else None
         self.pool = BlockPool(num_blocks, self.cache.remove if self.cache is not None else None)
         self.regime = regime
@@ -109,8 +110,11 @@ class KVManager:
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """A step has ended: the KV of the first ``num_tokens`` is there. Full blocks enter the index; those that no
         window reaches any more leave."""
+        before = sequence.num_committed // self.block_size
         sequence.num_committed = max(sequence.num_committed, num_tokens)
         full = sequence.num_committed // self.block_size
+        if full == before and not self._windowed:
+            return
         for group, window in enumerate(self.windows):
             if self.cache is not None:
                 self._index(sequence, group, full)

@@ -50,6 +50,9 @@ def measured_room(runner: Runner, num_tokens: int, num_seqs: int, group: Group) 
     """Bytes that the pool may take on this rank."""
     runner.allocate_kv(1)
     activations = peak_of(lambda: runner.profile(num_tokens, num_seqs), runner.device)
+    if runner.device.type == "cuda" and runner.samplers is not None and runner.model.engine_config.cuda_graphs:
+        # Graphs keep their memory, beside what other steps take.
+        activations += peak_of(lambda: runner.profile_decode(num_seqs), runner.device)
     room = int(runner.model.engine_config.memory_fraction * (free_bytes(runner.device) - activations))
     # Ranks on one machine share its memory.
     return room // group.size if runner.device.type == "cpu" else room

@@ -15,7 +15,7 @@ from torch import nn
 import phalanx.models
 from phalanx.config import ConfigError, EngineConfig
 from phalanx.distributed.group import Group
-from phalanx.models.base import TransformerModel
+from phalanx.models.base import TransformerModel, device_of
 from phalanx.models.hf_config import HFConfig, ModelConfigError, read_config, token_ids
 from phalanx.models.policy import POLICIES, policy_for
 from phalanx.models.serialized import is_serialized, read_manifest
@@ -73,7 +73,8 @@ class OpenedModel:
         """The model with its parameters, and the name of the policy that built it."""
         load_policies(config)
         if config.load_format == "dummy":
-            policy = policy_for(self.config)(self.config, source=DummySource(dict(self.config.given)))
+            source = DummySource(dict(self.config.given), device_of(config, group))
+            policy = policy_for(self.config)(self.config, source=source)
         elif self.manifest is not None:
             kind = next((p for p in POLICIES.values() if p.__name__ == self.manifest["policy"]), None)
             if kind is None:

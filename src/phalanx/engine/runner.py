@@ -8,6 +8,7 @@ arithmetic is done for the whole batch at once.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.engine.decode import DecodeStep, decode_sizes
 from phalanx.engine.kv_storage import KVStorage
 from phalanx.engine.sampler import SampledRows, SamplerTable
+from phalanx.engine.staging import Staging
 from phalanx.engine.step import LOGITS_ALL, LOGITS_LAST, LOGITS_NONE, Row, Step
 from phalanx.models.base import TransformerModel
 from phalanx.ops.batch import RaggedBatch
@@ -28,11 +31,11 @@ class StepResult:
 
     Attributes:
         logits: float32 [R, vocab] of a step whose tokens were given, else None.
-        sampled: drawn tokens and log-probabilities of any other step.
+        sampled: of any other step, waits for it and gives the drawn tokens and log-probabilities in the host's memory.
     """
 
     logits: Tensor | None
-    sampled: SampledRows | None
+    sampled: Callable[[], SampledRows] | None
 
 
 class Runner:
@@ -50,6 +53,7 @@ class Runner:
         self.block_size = model.engine_config.block_size
         self.device = model.device
         self.max_len = max_len
+        self.staging = Staging(model.device)
         num_blocks = -(-max_len // self.block_size)
         # One column more than the longest sequence: where an unread token of a sequence at its end is written.
         # Not cleared: columns past a sequence's tokens are never used.
@@ -58,28 +62,51 @@ class Runner:
         self.block_tables = [
             torch.zeros(num_slots, num_blocks, dtype=torch.int32, device=self.device) for _ in model.kv_groups
         ]
-        self.samplers = SamplerTable(self.tokens, model.vocab_size) if sampling else None
+        self.samplers = SamplerTable(self.tokens, model.vocab_size, self.staging) if sampling else None
         self.storage: KVStorage | None = None
+        self.decode: DecodeStep | None = None
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Makes the KV pool, the dummy block included."""
         self.storage = KVStorage(self.model.kv_groups, num_blocks, self.block_size, self.device)
         self.model.set_kv_cache(self.storage.layers(self.model.num_layers))
 
+    def capture(self, max_num_seqs: int, report: Callable[[int, int], None]) -> None:
+        """Makes CUDA graphs of decode steps up to ``max_num_seqs`` rows; ``report`` is told (done, all).
+
+        The KV pool is there already, and stays where it is.
+        """
+        sizes = decode_sizes(max_num_seqs)
+        self.decode = DecodeStep(self.model, self.tokens, self.block_tables, self.staging, sizes)
+        done = itertools.count(1)
+        self.decode.capture(lambda size: report(next(done), len(sizes)))
+
     def release(self) -> None:
         """Lets go of tables, KV and parameters: what still refers to the engine does not keep its memory."""
-        self.storage = None
+        if self.decode is not None:
+            self.decode.release()
+        self.storage = self.decode = None
         self.tokens, self.block_tables = self.tokens[:0].clone(), []
         self.model.release()
 
     def launch(self, step: Step) -> StepResult:
         """One forward, and the sampling as a launch of its own behind it."""
         self._apply(step)
+        if self.samplers is not None and self.decode is not None and step.given is None and self.decode.fits(step.rows):
+            count = len(step.rows)
+            decoded = self.decode.run(step.rows)
+            if self.samplers.all_greedy(step.rows):
+                return self._sampled(SampledRows(list(range(count)), decoded.tokens[:count], None, None))
+            return self._sampled(self.samplers.sample(decoded.logits[:count], step.rows, np.arange(count)))
         batch, logit_rows = self.build_batch(step.rows, step.given)
         logits = self.model.forward(batch)
         if self.samplers is None or step.given is not None:
             return StepResult(logits, None)
-        return StepResult(None, self.samplers.sample(logits, step.rows, logit_rows))
+        return self._sampled(self.samplers.sample(logits, step.rows, logit_rows))
+
+    def _sampled(self, rows: SampledRows) -> StepResult:
+        on_their_way = self.staging.down(rows.tensors())
+        return StepResult(None, lambda: rows.with_tensors(on_their_way.wait()))
 
     def build_batch(self, rows: list[Row], given: list[int] | None) -> tuple[RaggedBatch, np.ndarray[Any, Any]]:
         """The batch of these rows, and for each row of logits the index of the ``rows`` entry that it belongs to.
@@ -100,28 +127,35 @@ class Runner:
         max_seq_len = int(seq_lens.max())
         num_columns = -(-max_seq_len // self.block_size)
 
-        place = self._upload
-        token_slots, token_positions = place(slots[owner]), place(positions)
-        slot_index = place(slots)
+        slot_index, token_slots, token_positions, cu_seqlens, lengths, rope, logits_indices, *ids = self.staging.up(
+            slots,
+            slots[owner],
+            positions,
+            np.concatenate(([0], ends)).astype(np.int32),
+            seq_lens.astype(np.int32),
+            np.maximum(rope_lens[owner], positions + 1),
+            with_logits,
+            *([] if given is None else [np.array(given, np.int64)]),
+        )
         columns = token_positions // self.block_size
         offsets = token_positions % self.block_size
         batch = RaggedBatch(
-            input_ids=self.tokens[token_slots, token_positions] if given is None else place(np.array(given, np.int64)),
+            input_ids=ids[0] if ids else self.tokens[token_slots, token_positions],
             positions=token_positions,
-            cu_seqlens_q=place(np.concatenate(([0], ends)).astype(np.int32)),
-            seq_lens=place(seq_lens.astype(np.int32)),
+            cu_seqlens_q=cu_seqlens,
+            seq_lens=lengths,
             slot_mapping=tuple(
                 table[token_slots, columns].long() * self.block_size + offsets for table in self.block_tables
             ),
             block_tables=tuple(table[slot_index, :num_columns] for table in self.block_tables),
-            logits_indices=place(with_logits),
-            rope_lens=place(np.maximum(rope_lens[owner], positions + 1)),
+            logits_indices=logits_indices,
+            rope_lens=rope,
             max_query_len=int(counts.max()),
             max_seq_len=max_seq_len,
         )
         return batch, owner[with_logits]
 
-    def profile(self, num_tokens: int, num_seqs: int) -> None:
+    def profile(self, num_tokens: int, num_seqs: int, num_layers: int = 1) -> None:
         """One forward and sampling at the limits, on the dummy block: what follows never needs more memory.
 
         Layers follow one another in the same memory, so one stands for all; the sampler sees the longest histories.
@@ -132,9 +166,14 @@ class Runner:
         self.tokens[:, : max(counts)] = 0
         rows = [Row(slot, 0, count, LOGITS_LAST, True, 0, 0, []) for slot, count in enumerate(counts)]
         batch, logit_rows = self.build_batch(rows, [0] * sum(counts))
-        logits = self.model.forward(batch, layers=range(min(1, self.model.num_layers)))
+        logits = self.model.forward(batch, layers=range(min(num_layers, self.model.num_layers)))
         if self.samplers is not None:
             self.samplers.sample(logits, rows, logit_rows, worst_case=True)
+
+    def profile_decode(self, num_seqs: int) -> None:
+        """A decode step of padding at its limit."""
+        decode_step = DecodeStep(self.model, self.tokens, self.block_tables, self.staging, [num_seqs])
+        decode_step.compute_padding(num_seqs)
 
     def _apply(self, step: Step) -> None:
         """Brings the tables up to date."""
@@ -157,7 +196,5 @@ class Runner:
         firsts = np.fromiter((first for _, first, _ in changes), np.int64, len(changes))
         begins = np.cumsum(counts) - counts
         columns = np.arange(total) + np.repeat(firsts - begins, counts)
-        table[self._upload(rows), self._upload(columns)] = self._upload(values).to(table.dtype)
-
-    def _upload(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        there = self.staging.up(rows, columns, values)
+        table[there[0], there[1]] = there[2].to(table.dtype)

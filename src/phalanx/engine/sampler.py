@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.engine.staging import Staging
 from phalanx.engine.step import LOGITS_ALL, Row, Sampler
 from phalanx.ops.sampling import BadWords, Draw, Penalties, adjust_logits, sample, top_logprobs, uniforms
 
@@ -29,7 +30,7 @@ class RowLogprobs:
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Of one step, still on the device.
+    """Of one step: on the device, or copied to the host.
 
     Attributes:
         owner: index of the ``rows`` entry that each drawn token belongs to.
@@ -42,6 +43,23 @@ class SampledRows:
     logprobs: RowLogprobs | None
     prompt_logprobs: RowLogprobs | None
 
+    def tensors(self) -> list[Tensor]:
+        """All its tensors, in the order that ``with_tensors`` takes."""
+        parts = [part for part in (self.logprobs, self.prompt_logprobs) if part is not None]
+        return [self.tokens, *(getattr(part, name) for part in parts for name in _LOGPROB_TENSORS)]
+
+    def with_tensors(self, tensors: list[Tensor]) -> SampledRows:
+        """The same with other tensors in their places."""
+        rest = iter(tensors[1:])
+
+        def moved(part: RowLogprobs | None) -> RowLogprobs | None:
+            return None if part is None else replace(part, **{name: next(rest) for name in _LOGPROB_TENSORS})
+
+        return SampledRows(self.owner, tensors[0], moved(self.logprobs), moved(self.prompt_logprobs))
+
+
+_LOGPROB_TENSORS = ("chosen_ids", "chosen", "top_ids", "top")
+
 
 class SamplerTable:
     """Settings by slot; ``sample`` turns a step's logits into tokens and writes them into the token table.
@@ -49,17 +67,27 @@ class SamplerTable:
     Args:
         tokens: the runner's token table, int64 [slots, columns].
         vocab_size: logits of a row.
+        staging: of the table's device.
     """
 
-    def __init__(self, tokens: Tensor, vocab_size: int) -> None:
+    def __init__(self, tokens: Tensor, vocab_size: int, staging: Staging) -> None:
         self.tokens = tokens
         self.vocab_size = vocab_size
-        self.device = tokens.device
+        self.staging = staging
         self._slots: dict[int, Sampler] = {}
+        self._not_greedy: set[int] = set()
 
     def set(self, slot: int, sampler: Sampler) -> None:
         """Settings of the sequence that is in the slot now."""
         self._slots[slot] = sampler
+        if is_greedy(sampler):
+            self._not_greedy.discard(slot)
+        else:
+            self._not_greedy.add(slot)
+
+    def all_greedy(self, rows: list[Row]) -> bool:
+        """Whether every row takes the likeliest token, and nothing else is wanted of its logits."""
+        return not self._not_greedy or self._not_greedy.isdisjoint(row.slot for row in rows)
 
     def sample(
         self, logits: Tensor, rows: list[Row], owner: np.ndarray[Any, Any], worst_case: bool = False
@@ -199,10 +227,25 @@ class SamplerTable:
         return RowLogprobs(owners.tolist(), positions.tolist(), counts, following, chosen, ids, values)
 
     def _upload(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return self.staging.up(array)[0]
 
     def _floats(self, values: Any) -> Tensor:
         return self._upload(np.asarray(values, dtype=np.float32))
+
+
+def is_greedy(sampler: Sampler) -> bool:
+    """Whether the likeliest token is all that these settings want of logits."""
+    return (
+        sampler.temperature == 0
+        and sampler.repetition_penalty == 1
+        and sampler.presence_penalty == 0
+        and sampler.frequency_penalty == 0
+        and not sampler.bias
+        and not sampler.bad_words
+        and sampler.min_tokens == 0
+        and sampler.logprobs < 0
+        and sampler.prompt_logprobs < 0
+    )
 
 
 _EVERYTHING = Sampler(

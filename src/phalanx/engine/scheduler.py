@@ -62,18 +62,22 @@ class Scheduler:
         """
         step: dict[Request, int] = {}
         budget = self.token_budget
-        todo = [request for request in self.running if not (request.pending and request.at_limit)]
-        # A stable sort: answers first, then prompts, each in order of arrival.
-        for request in sorted(todo, key=lambda r: r.num_tokens - r.num_computed > 1):
-            count = min(request.num_tokens - request.num_computed, budget)
+        answers: list[tuple[Request, int]] = []
+        prompts: list[tuple[Request, int]] = []
+        for request in self.running:
+            if not (request.pending and request.at_limit):
+                left = len(request.tokens) + request.pending - request.num_computed
+                (prompts if left > 1 else answers).append((request, left))
+        for request, left in (*answers, *prompts):
+            count = min(left, budget)
             # A request may have been preempted for one before it.
-            if count < 1 or request not in self.running:
+            if count < 1 or request.status is not Status.RUNNING:
                 continue
             if not self.kv.allocate(request, count):
                 if not drained:
                     return {}
                 budget += self._make_room(request, count, step)
-                if request not in self.running:
+                if request.status is not Status.RUNNING:
                     continue
             step[request] = count
             budget -= count

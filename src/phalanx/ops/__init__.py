@@ -12,6 +12,8 @@ from phalanx.ops import linear as linear
 from phalanx.ops import moe as moe
 from phalanx.ops import norm as norm
 from phalanx.ops import rope as rope
+from phalanx.ops import sampling as sampling
+from phalanx.ops import step_inputs as step_inputs
 
 if _torch.version.cuda is not None and _find_spec("triton") is not None:
     from phalanx.ops import triton as triton

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.ops import registry
+
 
 @dataclass(frozen=True)
 class Penalties:
@@ -113,6 +115,29 @@ def sample(logits: Tensor, draw: Draw | None) -> Tensor:
     return torch.where(torch.isfinite(top), tokens, -1)
 
 
+def draw_greedy(logits: Tensor, table: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
+    """The likeliest token a row, int64 [R], as ``sample`` gives it; each is also written to its place in a token table.
+
+    Args:
+        logits: [R, V].
+        table: int64 [slots, columns], changed in place; a token that is -1 is written as 0. Its last column is never
+            read.
+        slots: int64 [R], rows of the table; -1: written nowhere that is read.
+        columns: int64 [R].
+    """
+    run = registry.select("draw_greedy", device=logits.device, dtype=logits.dtype)
+    tokens: Tensor = run(logits, table, slots, columns)
+    return tokens
+
+
+def reference_draw_greedy(logits: Tensor, table: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
+    """`draw_greedy` in plain PyTorch."""
+    tokens = sample(logits, None)
+    # The last column is never read: what padding draws goes there.
+    table[slots.clamp_min(0), torch.where(slots >= 0, columns, table.shape[1] - 1)] = tokens.clamp_min(0)
+    return tokens
+
+
 def draw_tokens(logits: Tensor, draw: Draw) -> Tensor:
     """One token for each of the D rows, by inverting its distribution at ``uniform``. float32 [D, V] -> int64 [D]."""
     # From the top down: a temperature near 0 then gives the likeliest token, not infinities on both sides.
@@ -173,3 +198,6 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+registry.register("draw_greedy", "reference", reference_draw_greedy)

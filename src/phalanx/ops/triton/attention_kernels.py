@@ -1,0 +1,417 @@
+"""Triton kernels of attention over the blocked KV cache: split-KV decode with its merge, and ragged prefill.
+
+Scores are kept in units of log2, so that the softmax needs exp2 alone. A tile's rows are (token, query head) pairs of one
+KV head, tokens first: all query heads that share a KV head read it once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# What varies from step to step must not make another variant of a kernel.
+VARYING = ("table_stride", "num_sequences", "num_rows", "num_splits", "min_blocks", "skip_single", "num_strides")
+UNALIGNED = ("block_table", "cu_seqlens", "seq_lens")
+
+
+@triton.jit
+def walk_keys(
+    q,
+    acc,
+    total,
+    peak,
+    first,
+    last,
+    begin,
+    position,
+    window,
+    unit,
+    cap_in,
+    cap_out,
+    k_head,
+    v_head,
+    table,
+    bias_rows,
+    k_block_stride,
+    k_token_stride,
+    v_block_stride,
+    v_token_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Online softmax of a tile's rows over the keys `first` (a multiple of BLOCK_N) to `last`.
+
+    q [M, BLOCK_D] at `position` [M]; acc [M, BLOCK_D], total [M] and peak [M] are the running sums and maximum.
+    Without MASKED every row sees every key of these blocks. `begin`: keys before it are not read.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    for start in tl.range(first, last, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            readable = keys < last
+            if WINDOW:
+                readable = readable & (keys >= begin)
+            block = tl.load(table + keys // BLOCK_SIZE, mask=readable, other=0).to(tl.int64)
+            wanted = readable[:, None]
+            if HEAD_SIZE != BLOCK_D:
+                wanted = wanted & (dims < HEAD_SIZE)[None, :]
+        else:
+            block = tl.load(table + keys // BLOCK_SIZE).to(tl.int64)
+            wanted = None
+            if HEAD_SIZE != BLOCK_D:
+                wanted = tl.broadcast_to((dims < HEAD_SIZE)[None, :], (BLOCK_N, BLOCK_D))
+        slot = keys % BLOCK_SIZE
+        k_at = k_head + (block * k_block_stride + slot * k_token_stride)[:, None] + dims[None, :]
+        v_at = v_head + (block * v_block_stride + slot * v_token_stride)[:, None] + dims[None, :]
+        if wanted is None:
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        else:
+            k = tl.load(k_at, mask=wanted, other=0.0)
+            v = tl.load(v_at, mask=wanted, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if CAPPED:
+            # cap * tanh(x / cap), by exp2; an overflow to infinity gives cap.
+            scores = (1.0 - 2.0 / (1.0 + tl.exp2(scores * cap_in))) * cap_out
+        elif BIASED:
+            scores = scores * unit
+        if BIASED:
+            if MASKED:
+                bias = tl.load(bias_rows[:, None] + keys[None, :], mask=readable[None, :], other=0.0)
+            else:
+                bias = tl.load(bias_rows[:, None] + keys[None, :])
+            scores = tl.fma(bias, 1.4426950408889634, scores)
+        if MASKED:
+            seen = keys[None, :] <= position[:, None]
+            if WINDOW:
+                seen = seen & (keys[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        # The scale is positive, so the maximum may be scaled instead of every score before it.
+        factor = unit
+        if CAPPED or BIASED:
+            factor = 1.0
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
+        # A row that has seen nothing yet has no maximum.
+        offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, factor, tl.float32), -offset[:, None]))
+        shrink = tl.exp2(peak - offset)
+        total = tl.fma(total, shrink, tl.sum(weights, 1))
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        peak = new_peak
+    return acc, total, peak
+
+
+@triton.jit
+def splits_of(context, window, num_splits, min_blocks, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """(first key that the last token sees, key where splits begin, keys of a split, splits that are not empty)."""
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(context - window, 0)
+    aligned = begin // BLOCK_N * BLOCK_N
+    blocks = tl.cdiv(context - aligned, BLOCK_N)
+    per_split = tl.maximum(tl.cdiv(blocks, num_splits), min_blocks)
+    return begin, aligned, per_split * BLOCK_N, tl.cdiv(blocks, per_split)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
+def decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    cu_seqlens,
+    seq_lens,
+    key_bias,
+    out,
+    parts,
+    stats,
+    num_sequences,
+    num_rows,
+    num_splits,
+    min_blocks,
+    window,
+    unit,
+    cap_in,
+    cap_out,
+    q_token_stride,
+    q_head_stride,
+    k_block_stride,
+    k_token_stride,
+    k_head_stride,
+    v_block_stride,
+    v_token_stride,
+    v_head_stride,
+    table_stride,
+    bias_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BIASED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sequences of one new token; program (split, KV head and tile of its query heads, sequence or row).
+
+    A context of one split is finished here; of several, each leaves its sums in `parts` [sequences, heads, splits,
+    HEAD_SIZE] and (peak, total) in `stats` [sequences, heads, splits, 2]. Other sequences are left alone. Program i
+    also clears row i where that is padding (num_rows 0: nothing is cleared).
+    """
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1) % KV_HEADS
+    tile = tl.program_id(1) // KV_HEADS
+    sequence = tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    dims = tl.arange(0, BLOCK_D)
+    members = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    heads = kv_head * GROUP + members
+    real = (members < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+    places = heads[:, None] * HEAD_SIZE + dims[None, :]
+    row_size = KV_HEADS * GROUP * HEAD_SIZE
+    if split == 0 and sequence < num_rows:
+        if sequence >= tl.load(cu_seqlens + num_sequences):
+            zeros = tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty)
+            tl.store(out + sequence.to(tl.int64) * row_size + places, zeros, mask=real)
+    if sequence >= num_sequences:
+        return
+    row = tl.load(cu_seqlens + sequence).to(tl.int64)
+    context = tl.load(seq_lens + sequence)
+    if tl.load(cu_seqlens + sequence + 1) - row != 1:
+        return
+    begin, aligned, size, live = splits_of(context, window, num_splits, min_blocks, BLOCK_N, WINDOW)
+    if split >= live:
+        return
+    first = aligned + split * size
+    tile_q = tl.load(q + row * q_token_stride + heads[:, None] * q_head_stride + dims[None, :], mask=real, other=0.0)
+    acc, total, peak = walk_keys(
+        tile_q,
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        first,
+        tl.minimum(first + size, context),
+        begin,
+        tl.full([BLOCK_M], 0, tl.int32) + (context - 1),
+        window,
+        unit,
+        cap_in,
+        cap_out,
+        k_cache + kv_head * k_head_stride,
+        v_cache + kv_head * v_head_stride,
+        block_table + sequence.to(tl.int64) * table_stride,
+        key_bias + tl.where(members < GROUP, heads, 0) * bias_stride,
+        k_block_stride,
+        k_token_stride,
+        v_block_stride,
+        v_token_stride,
+        BLOCK_SIZE,
+        HEAD_SIZE,
+        BLOCK_D,
+        BLOCK_N,
+        True,
+        WINDOW,
+        CAPPED,
+        BIASED,
+    )
+    if live == 1:
+        result = acc * (1.0 / total)[:, None]
+        tl.store(out + row * row_size + places, result.to(out.dtype.element_ty), mask=real)
+    else:
+        part = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + heads) * num_splits + split
+        tl.store(parts + part[:, None] * HEAD_SIZE + dims[None, :], acc, mask=real)
+        tl.store(stats + part * 2, peak, mask=members < GROUP)
+        tl.store(stats + part * 2 + 1, total, mask=members < GROUP)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
+def merge_kernel(
+    parts,
+    stats,
+    cu_seqlens,
+    seq_lens,
+    out,
+    num_splits,
+    min_blocks,
+    window,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Joins the splits of `decode_kernel`; program (query head, sequence)."""
+    AT_ONCE: tl.constexpr = 16
+    head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+    row = tl.load(cu_seqlens + sequence).to(tl.int64)
+    context = tl.load(seq_lens + sequence)
+    if tl.load(cu_seqlens + sequence + 1) - row != 1:
+        return
+    _, _, _, live = splits_of(context, window, num_splits, min_blocks, BLOCK_N, WINDOW)
+    if live == 1:
+        return
+    dims = tl.arange(0, BLOCK_D)
+    part = (sequence.to(tl.int64) * HEADS + head) * num_splits
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    total = 0.0
+    peak = float("-inf")
+    for first in tl.range(0, live, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        there = split < live
+        peaks = tl.load(stats + (part + split) * 2, mask=there, other=float("-inf"))
+        totals = tl.load(stats + (part + split) * 2 + 1, mask=there, other=0.0)
+        wanted = there[:, None] & (dims < HEAD_SIZE)[None, :]
+        sums = tl.load(parts + (part + split)[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        weights = tl.exp2(peaks - new_peak)
+        shrink = tl.exp2(peak - new_peak)
+        acc = acc * shrink + tl.sum(sums * weights[:, None], 0)
+        total = total * shrink + tl.sum(totals * weights, 0)
+        peak = new_peak
+    result = acc * (1.0 / total)
+    place = out + (row * HEADS + head) * HEAD_SIZE + dims
+    tl.store(place, result.to(out.dtype.element_ty), mask=dims < HEAD_SIZE)
+
+
+@triton.jit
+def locate_tile(tile, cu_seqlens, num_sequences, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(sequence, its first row of q, its rows of q, tile inside it) of a tile of the whole batch.
+
+    Sequence s has the tiles from `cu_seqlens[s] * GROUP // BLOCK_M + s` on, always enough of them, the last ones
+    perhaps empty. What follows the last sequence, padding, is found as sequence `num_sequences`.
+    """
+    AT_ONCE: tl.constexpr = 128
+    found = 0
+    for first in tl.range(0, num_sequences + 1, AT_ONCE):
+        index = first + tl.arange(0, AT_ONCE)
+        there = index <= num_sequences
+        starts = tl.load(cu_seqlens + index, mask=there, other=0)
+        found += tl.sum((there & (starts * GROUP // BLOCK_M + index <= tile)).to(tl.int32), 0)
+    sequence = found - 1
+    start = tl.load(cu_seqlens + sequence)
+    end = num_rows
+    if sequence < num_sequences:
+        end = tl.load(cu_seqlens + sequence + 1)
+    return sequence, start, end - start, tile - (start * GROUP // BLOCK_M + sequence)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
+def prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    cu_seqlens,
+    seq_lens,
+    key_bias,
+    out,
+    num_sequences,
+    num_rows,
+    skip_single,
+    window,
+    unit,
+    cap_in,
+    cap_out,
+    q_token_stride,
+    q_head_stride,
+    k_block_stride,
+    k_token_stride,
+    k_head_stride,
+    v_block_stride,
+    v_token_stride,
+    v_head_stride,
+    table_stride,
+    bias_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Any ragged batch; program (KV head, tile). Clears padding rows. `skip_single`: sequences of one new token are
+    left to `decode_kernel`.
+    """
+    kv_head = tl.program_id(0)
+    # The last tiles of a prompt have the longest contexts: they start first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    sequence, start, count, tile = locate_tile(tile, cu_seqlens, num_sequences, num_rows, GROUP, BLOCK_M)
+    pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    if tile * BLOCK_M >= count * GROUP:
+        return
+    dims = tl.arange(0, BLOCK_D)
+    rows = start + pairs // GROUP
+    heads = kv_head * GROUP + pairs % GROUP
+    real = (pairs < count * GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+    places = (rows.to(tl.int64) * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + dims[None, :]
+    if sequence == num_sequences:
+        tl.store(out + places, tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty), mask=real)
+        return
+    if (skip_single != 0) & (count == 1):
+        return
+    old = tl.load(seq_lens + sequence) - count
+    position = old + pairs // GROUP
+    lowest = old + tile * BLOCK_M // GROUP
+    highest = old + tl.minimum(tile * BLOCK_M + BLOCK_M, count * GROUP) // GROUP - 1
+    if (tile * BLOCK_M + BLOCK_M < count * GROUP) & ((tile * BLOCK_M + BLOCK_M) % GROUP != 0):
+        highest += 1
+    # Keys `first` to `left` lie across the windows' left edges, those from `right` on across the diagonal.
+    begin = 0
+    first = 0
+    left = 0
+    if WINDOW:
+        begin = tl.maximum(lowest - window + 1, 0)
+        first = begin // BLOCK_N * BLOCK_N
+        left = tl.minimum(tl.cdiv(tl.maximum(highest - window + 1, 0), BLOCK_N), tl.cdiv(highest + 1, BLOCK_N))
+        left = left * BLOCK_N
+    right = tl.maximum((lowest + 1) // BLOCK_N * BLOCK_N, left)
+
+    q_at = q + rows.to(tl.int64)[:, None] * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
+    tile_q = tl.load(q_at, mask=real, other=0.0)
+    k_head = k_cache + kv_head * k_head_stride
+    v_head = v_cache + kv_head * v_head_stride
+    table = block_table + sequence.to(tl.int64) * table_stride
+    bias_rows = key_bias + heads * bias_stride
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if WINDOW:
+        # `last` bounds what is read: what lies past the diagonal of a short context is not there.
+        acc, total, peak = walk_keys(
+            tile_q, acc, total, peak, first, tl.minimum(left, highest + 1), begin, position, window, unit, cap_in,
+            cap_out, k_head, v_head, table, bias_rows, k_block_stride, k_token_stride, v_block_stride, v_token_stride,
+            BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N, True, WINDOW, CAPPED, BIASED,
+        )  # fmt: skip
+    acc, total, peak = walk_keys(
+        tile_q, acc, total, peak, left, right, begin, position, window, unit, cap_in, cap_out, k_head, v_head, table,
+        bias_rows, k_block_stride, k_token_stride, v_block_stride, v_token_stride,
+        BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N, False, WINDOW, CAPPED, BIASED,
+    )  # fmt: skip
+    acc, total, peak = walk_keys(
+        tile_q, acc, total, peak, right, highest + 1, begin, position, window, unit, cap_in, cap_out, k_head, v_head,
+        table, bias_rows, k_block_stride, k_token_stride, v_block_stride, v_token_stride,
+        BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_N, True, WINDOW, CAPPED, BIASED,
+    )  # fmt: skip
+    result = acc * (1.0 / total)[:, None]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=real)
