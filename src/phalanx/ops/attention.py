@@ -32,8 +32,9 @@ def paged_attention(
 
     Args:
         q: `[T, Hq, D]`, the new tokens of all sequences, one after the other; may be a strided view.
-        k_cache, v_cache: `[blocks, block_size, Hkv, D]` of q's dtype; the keys and values of the new tokens are already
-            in. `Hq % Hkv == 0`: query heads `g * Hq/Hkv ...` read KV head g. `Hkv == 0` if `Hq == 0`.
+        k_cache, v_cache: `[blocks, block_size, Hkv, D]`, of q's dtype or float8_e4m3fn (unscaled; the optional feature
+            "fp8_kv"); the keys and values of the new tokens are already in. `Hq % Hkv == 0`: query heads
+            `g * Hq/Hkv ...` read KV head g. `Hkv == 0` if `Hq == 0`.
         block_table: int32 `[S, max_blocks]`, the blocks of each sequence. Entries past its context, and those before
             the window of its first new token, are not read.
         cu_seqlens_q: int32 `[S + 1]`, where the tokens of each sequence begin in q. Rows past the last are padding:
@@ -48,7 +49,14 @@ def paged_attention(
     Returns:
         `[T, Hq, D]`, contiguous, of q's dtype. Cache slots that no new token sees never matter, NaN in them included.
     """
-    needs = frozenset(() if key_bias is None else ("key_bias",))
+    needs = frozenset(
+        feature
+        for feature, wanted in (
+            ("key_bias", key_bias is not None),
+            ("fp8_kv", k_cache.dtype == torch.float8_e4m3fn),
+        )
+        if wanted
+    )
     run = registry.select("attention", device=q.device, dtype=q.dtype, needs=needs)
     optional = {} if key_bias is None else {"key_bias": key_bias}
     return run(
@@ -172,7 +180,7 @@ def _gather_context(
     columns = (positions // k_cache.shape[1]).clamp_max(block_table.shape[1] - 1)
     blocks = torch.where(inside, block_table[:, columns].long(), 0)
     offsets = (positions % k_cache.shape[1]).expand_as(blocks)
-    accumulate = torch.promote_types(k_cache.dtype, torch.float32)
+    accumulate = torch.float64 if k_cache.dtype == torch.float64 else torch.float32
     outside = ~inside[..., None, None]
     k = k_cache[blocks, offsets].to(accumulate).masked_fill(outside, 0)
     v = v_cache[blocks, offsets].to(accumulate).masked_fill(outside, 0)
@@ -208,4 +216,4 @@ def _attend(
     return torch.einsum("sghil,slgd->sighd", scores.softmax(-1), v).flatten(2, 3)
 
 
-registry.register("attention", "reference", reference_attention, features=("key_bias",))
+registry.register("attention", "reference", reference_attention, features=("key_bias", "fp8_kv"))

@@ -100,7 +100,7 @@ def walk_keys(
         new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
         # A row that has seen nothing yet has no maximum.
         offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, factor, tl.float32), -offset[:, None]))
+        weights = tl.exp2(tl.fma(scores, factor, -offset[:, None]))
         shrink = tl.exp2(peak - offset)
         total = tl.fma(total, shrink, tl.sum(weights, 1))
         acc = acc * shrink[:, None]
@@ -373,9 +373,7 @@ def prefill_kernel(
     old = tl.load(seq_lens + sequence) - count
     position = old + pairs // GROUP
     lowest = old + tile * BLOCK_M // GROUP
-    highest = old + tl.minimum(tile * BLOCK_M + BLOCK_M, count * GROUP) // GROUP - 1
-    if (tile * BLOCK_M + BLOCK_M < count * GROUP) & ((tile * BLOCK_M + BLOCK_M) % GROUP != 0):
-        highest += 1
+    highest = old + (tl.minimum(tile * BLOCK_M + BLOCK_M, count * GROUP) - 1) // GROUP
     # Keys `first` to `left` lie across the windows' left edges, those from `right` on across the diagonal.
     begin = 0
     first = 0
@@ -397,7 +395,6 @@ def prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if WINDOW:
-        # `last` bounds what is read: what lies past the diagonal of a short context is not there.
         acc, total, peak = walk_keys(
             tile_q, acc, total, peak, first, tl.minimum(left, highest + 1), begin, position, window, unit, cap_in,
             cap_out, k_head, v_head, table, bias_rows, k_block_stride, k_token_stride, v_block_stride, v_token_stride,

@@ -1,0 +1,264 @@
+"""Attention over the blocked KV cache by Triton: which kernels run, in which sizes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from phalanx.ops import registry
+from phalanx.ops.triton.attention_kernels import decode_kernel, merge_kernel, prefill_kernel
+
+_LOG2_E = math.log2(math.e)
+
+
+class Tile(NamedTuple):
+    """Sizes of a kernel: rows of queries (unused by decodes, which take what one KV head needs), keys a step."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By (element size of q, head size, the next power of two): the first entry that is large enough.
+DECODE_TILES = {
+    2: {128: Tile(0, 32, 2, 4), 256: Tile(0, 32, 4, 3)},
+    4: {128: Tile(0, 32, 4, 2), 256: Tile(0, 16, 4, 2)},
+}
+PREFILL_TILES = {
+    2: {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
+    4: {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+}
+# Programs of a decode for each multiprocessor, and the fewest keys of a split while the batch alone fills the device.
+DECODE_WAVES = 4
+MIN_SPLIT_KEYS, MIN_SPLIT_KEYS_FULL = 64, 256
+MAX_SPLITS = 128
+# A sequence of one token that walks no more keys than this is not worth kernels of its own in a mixed batch.
+SHORT_CONTEXT = 512
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    key_bias: Tensor | None = None,
+    max_query_len: int,
+    max_seq_len: int,
+) -> Tensor:
+    """See `phalanx.ops.attention.paged_attention`.
+
+    Sequences of one new token go to the split-KV kernel, all others to the prefill kernel; which are which is decided
+    on the device. Caches may be of q's dtype or float8_e4m3fn.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that the kernels do not take; a scale that is not positive.
+    """
+    call = Call(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, scale, window, soft_cap, key_bias)
+    if call.out.numel() == 0:
+        return call.out
+    sequences, rows = seq_lens.shape[0], q.shape[0]
+    if sequences == 0:
+        return call.out.zero_()
+    if max_query_len <= 1:
+        decode(call, max(sequences, rows), rows, decode_splits(call, max_seq_len))
+        return call.out
+    # Where all lengths are equal, none is 1.
+    mixed = rows < sequences * max_query_len and max_seq_len > SHORT_CONTEXT
+    prefill(call, mixed)
+    if mixed:
+        decode(call, sequences, 0, decode_splits(call, max_seq_len))
+    return call.out
+
+
+class Call:
+    """What the kernels of one call share: checked tensors, and the arguments in their order."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        key_bias: Tensor | None,
+    ) -> None:
+        rows, heads, head_size = q.shape
+        if k_cache.shape != v_cache.shape or k_cache.dim() != 4 or k_cache.shape[3] != head_size:
+            raise ValueError(
+                f"caches of [blocks, block_size, kv_heads, {head_size}] are expected beside q {tuple(q.shape)}; "
+                f"got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+            )
+        if not k_cache.dtype == v_cache.dtype or k_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
+            raise ValueError(
+                f"caches must both be of {q.dtype}, as q, or of float8_e4m3fn; got {k_cache.dtype} and {v_cache.dtype}"
+            )
+        if k_cache.stride(3) != 1 or v_cache.stride(3) != 1 or block_table.stride(-1) != 1:
+            raise ValueError("the last dimension of the caches and of the block table must be dense")
+        if block_table.dtype != torch.int32 or cu_seqlens_q.dtype != torch.int32 or seq_lens.dtype != torch.int32:
+            raise ValueError(
+                f"block_table, cu_seqlens_q and seq_lens must be int32; got {block_table.dtype}, "
+                f"{cu_seqlens_q.dtype} and {seq_lens.dtype}"
+            )
+        if not scale > 0:
+            raise ValueError(f"the Triton attention needs a positive scale; got {scale}")
+        if head_size > 256:
+            raise ValueError(f"the Triton attention takes heads of up to 256; got {head_size}")
+        self.kv_heads = k_cache.shape[2]
+        if heads and (not self.kv_heads or heads % self.kv_heads):
+            raise ValueError(f"{heads} query heads do not divide over {self.kv_heads} KV heads")
+        self.q = q = q if q.stride(2) == 1 else q.contiguous()
+        self.cu_seqlens, self.seq_lens = cu_seqlens_q, seq_lens
+        self.heads, self.head_size = heads, head_size
+        self.group = heads // self.kv_heads if self.kv_heads else 0
+        self.block_d = max(16, triton.next_power_of_2(head_size))
+        self.out = torch.empty((rows, heads, head_size), dtype=q.dtype, device=q.device)
+        self.window = window
+        # An unused pointer must be one all the same.
+        bias = self.out if key_bias is None else key_bias
+        self.tensors = (q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, bias, self.out)
+        cap_in, cap_out = (0.0, 0.0) if soft_cap is None else (2 * _LOG2_E * scale / soft_cap, soft_cap * _LOG2_E)
+        self.factors = (window or 0, scale * _LOG2_E, cap_in, cap_out)
+        self.strides = (
+            *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
+            0 if key_bias is None else key_bias.stride(0),
+        )  # fmt: skip
+        self.constants = {
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "BLOCK_SIZE": k_cache.shape[1],
+            "HEAD_SIZE": head_size,
+            "BLOCK_D": self.block_d,
+            "WINDOW": window is not None,
+            "CAPPED": soft_cap is not None,
+            "BIASED": key_bias is not None,
+        }
+
+    def tile(self, table: dict[int, dict[int, Tile]]) -> Tile:
+        sizes = table[self.q.element_size()]
+        return sizes[min(size for size in sizes if size >= self.block_d)]
+
+
+class Splits(NamedTuple):
+    """How decodes share contexts out: at most `count` splits of at least `min_keys` keys."""
+
+    count: int
+    min_keys: int
+
+
+def decode_splits(call: Call, max_seq_len: int) -> Splits:
+    """By shapes alone; the kernel shares out what the context really has."""
+    programs = call.seq_lens.shape[0] * call.kv_heads * triton.cdiv(call.group, 64)
+    wanted = DECODE_WAVES * multiprocessors(call.q.device) / programs
+    min_keys = MIN_SPLIT_KEYS if wanted >= 4 else MIN_SPLIT_KEYS_FULL
+    count = 2 ** max(0, round(math.log2(wanted)))
+    return Splits(max(1, min(count, MAX_SPLITS, triton.cdiv(max_seq_len, min_keys))), min_keys)
+
+
+def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | None = None) -> None:
+    """Sequences of one new token; `clear`: rows of out that are cleared where they are padding."""
+    tile = tile or call.tile(DECODE_TILES)
+    rows = max(16, min(64, triton.next_power_of_2(call.group)))
+    sequences, out = call.seq_lens.shape[0], call.out
+    count, min_blocks = splits.count, triton.cdiv(splits.min_keys, tile.keys)
+    parts = stats = out
+    if count > 1:
+        parts = torch.empty(
+            sequences * call.heads * count * (call.head_size + 2), dtype=torch.float32, device=out.device
+        )
+        stats = parts[sequences * call.heads * count * call.head_size :]
+    pdl = launches_early(out.device)
+    options = {"launch_pdl": True} if pdl else {}
+    decode_kernel[count, call.kv_heads * triton.cdiv(call.group, rows), programs](
+        *call.tensors,
+        parts,
+        stats,
+        sequences,
+        clear,
+        count,
+        min_blocks,
+        *call.factors,
+        *call.strides,
+        **call.constants,
+        BLOCK_M=rows,
+        BLOCK_N=tile.keys,
+        PDL=pdl,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **options,
+    )
+    if count > 1:
+        merge_kernel[call.heads, sequences](
+            parts,
+            stats,
+            call.cu_seqlens,
+            call.seq_lens,
+            out,
+            count,
+            min_blocks,
+            call.factors[0],
+            HEADS=call.heads,
+            HEAD_SIZE=call.head_size,
+            BLOCK_D=call.block_d,
+            BLOCK_N=tile.keys,
+            WINDOW=call.window is not None,
+            PDL=pdl,
+            num_warps=4,
+            **options,
+        )
+
+
+def prefill(call: Call, skip_single: bool, tile: Tile | None = None) -> None:
+    """All sequences, or all but those of one new token; padding rows are cleared."""
+    tile = tile or call.tile(PREFILL_TILES)
+    sequences, rows = call.seq_lens.shape[0], call.q.shape[0]
+    # Every sequence has as many tiles as it can need, and so have the padding rows behind them.
+    tiles = rows * call.group // tile.rows + sequences + 1
+    prefill_kernel[call.kv_heads, tiles](
+        *call.tensors,
+        sequences,
+        rows,
+        int(skip_single),
+        *call.factors,
+        *call.strides,
+        **call.constants,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of an H200 where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@functools.cache
+def launches_early(device: torch.device) -> bool:
+    """Whether a kernel can be started before the one ahead of it has ended (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def supports(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels can run tensors of this dtype on this device."""
+    return device.type == "cuda" and dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+registry.register("attention", "triton", attention, supports=supports, priority=10, features=("key_bias", "fp8_kv"))

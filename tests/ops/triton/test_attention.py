@@ -1,0 +1,78 @@
+"""The Triton attention against the reference in float64, on ragged batches with NaN wherever nobody may look."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.ops.triton import attention as module
+from phalanx.ops.triton.attention import attention
+from tests.ops.triton.attention_case import check_written, exact, ragged, relative_error
+
+# Rows of a tile that are not real divide 0 by 0 under the interpreter; they are not stored.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+WINDOWED = {"window": 9}
+CAPPED = {"soft_cap": 2.0}
+BIASED = {"biased": True}
+DECODES = [(1, 90), (1, 0), (0, 7), (1, 300)]
+MIXED = [(1, 600), (0, 3), (70, 0), (1, 5), (2, 40), (37, 30)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "kv_heads", "head_size", "dtype", "options"),
+    [
+        (DECODES, 4, 2, 16, torch.float32, {"padding": 3, "block_size": 32}),
+        (DECODES, 4, 1, 24, torch.bfloat16, {"block_size": 5}),
+        ([(1, 300), (0, 7)], 1, 1, 64, torch.float16, {"bound": 4000}),
+        (DECODES, 8, 1, 80, torch.float32, WINDOWED),
+        (DECODES, 2, 1, 16, torch.float32, CAPPED | BIASED),
+        ([(1, 200)], 71, 1, 16, torch.bfloat16, {"block_size": 64}),
+        ([(1, 900)], 2, 1, 256, torch.bfloat16, {"bound": 131072}),
+        ([(1, 260)], 16, 1, 128, torch.bfloat16, {"cache_dtype": torch.float8_e4m3fn}),
+        (MIXED, 4, 2, 16, torch.float32, {"padding": 3}),
+        (MIXED, 3, 1, 24, torch.bfloat16, WINDOWED | {"block_size": 5}),
+        (MIXED, 4, 2, 16, torch.float32, WINDOWED | CAPPED | BIASED | {"block_size": 1}),
+        (MIXED, 2, 1, 16, torch.bfloat16, BIASED | {"cache_dtype": torch.float8_e4m3fn}),
+        ([(150, 61)], 5, 1, 64, torch.bfloat16, {"window": 70, "bound": 9000}),
+        ([(20, 3), (1, 9)], 1, 1, 112, torch.float16, CAPPED),
+        ([(17, 3)], 2, 2, 256, torch.float32, {}),
+    ],
+)
+def test_equals_the_reference(kernel_device, sizes, heads, kv_heads, head_size, dtype, options):
+    case = ragged(sizes, heads, kv_heads, head_size, dtype=dtype, device=kernel_device, **options)
+    found = check_written(attention, case)
+    assert relative_error(found, exact(case)) < TOLERANCE[dtype]
+    assert not found[int(case["cu_seqlens_q"][-1]) :].any()
+
+
+def test_splits_follow_shapes_not_contexts(kernel_device):
+    """A graph captured for long contexts shares short ones out over as many programs."""
+    case = ragged([(1, 1023)], 32, 8, 16, device=kernel_device)
+    del case["max_query_len"], case["max_seq_len"]
+    call = module.Call(**case | {"key_bias": None})
+    splits = module.decode_splits(call, 131072)
+    assert splits.count > 16 and 1024 // splits.min_keys == 16
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_no_sequences(kernel_device, tokens):
+    case = ragged([], 2, 1, 16, padding=tokens, device=kernel_device)
+    assert torch.equal(attention(**case).cpu(), torch.zeros(tokens, 2, 16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": 0.0}, "positive scale"),
+        ({"q": torch.zeros(1, 2, 32)}, r"\[blocks, block_size, kv_heads, 32\]"),
+        ({"q": torch.zeros(1, 2, 16, dtype=torch.bfloat16)}, "float8_e4m3fn"),
+        ({"seq_lens": torch.ones(1, dtype=torch.int64)}, "int32"),
+        ({"q": torch.zeros(1, 3, 16)}, "do not divide"),
+    ],
+)
+def test_what_is_not_taken_is_refused(changes, message):
+    case = ragged([(1, 3)], 2, 2, 16)
+    with pytest.raises(ValueError, match=message):
+        attention(**case | changes)
