@@ -155,9 +155,9 @@ class Call:
 
 
 class Splits(NamedTuple):
-    """How decodes share contexts out: at most `count` splits of at least `min_keys` keys."""
+    """How decodes share contexts out: at most `most` splits of at least `min_keys` keys."""
 
-    count: int
+    most: int
     min_keys: int
 
 
@@ -175,7 +175,7 @@ def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | N
     tile = tile or call.tile(DECODE_TILES)
     rows = max(16, min(64, triton.next_power_of_2(call.group)))
     sequences, out = call.seq_lens.shape[0], call.out
-    count, min_blocks = splits.count, triton.cdiv(splits.min_keys, tile.keys)
+    count, min_blocks = splits.most, triton.cdiv(splits.min_keys, tile.keys)
     parts = stats = out
     if count > 1:
         parts = torch.empty(
