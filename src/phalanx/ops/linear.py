@@ -7,7 +7,7 @@ saved parts; the weight that it came from is not kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phalanx.ops import registry
+from phalanx.ops.activation import gated_activation
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedWeight:
-    """A linear weight `[out_features, in_features]` in the layout named `layout` (the name of a linear back end).
+    """A linear weight `[out_features, in_features]` in the layout named `layout`.
 
-    `data` and `aux` (scales and the like) are all that has to be saved, beside `layout` and the two sizes.
+    `data` and `aux` (scales and the like) are all that has to be saved, beside `layout` and the two sizes. `reader`
+    names the back end that multiplies, where it was forced; else the best one that reads the layout does.
     """
 
     data: Tensor
@@ -31,15 +33,19 @@ class PreparedWeight:
     in_features: int
     dtype: torch.dtype
     aux: Mapping[str, Tensor] = field(default_factory=dict)
+    reader: str | None = None
 
     @cached_property
     def backend(self) -> LinearBackend:
-        """The back end of this layout. ValueError where it cannot run."""
-        return registry.select("linear", device=self.data.device, dtype=self.dtype, forced=self.layout)
+        """The back end that multiplies with this weight. ValueError where none can."""
+        return reader_of(self.layout, self.data.device, self.dtype, self.reader)
 
 
 class LinearBackend(Protocol):
-    """One way to hold a linear weight and to multiply with it. Its name in the registry is the layout."""
+    """One way to hold a linear weight and to multiply with it.
+
+    Its name in the registry is the layout, unless it has an attribute `layout`: several may read the same one.
+    """
 
     def prepare(self, weight: Tensor) -> PreparedWeight:
         """weight `[out, in]` in this back end's layout."""
@@ -54,16 +60,57 @@ class LinearBackend(Protocol):
         """The original weight `[out, in]`, exactly."""
 
 
-def prepare_linear(weight: Tensor, *, forced: str | None = None) -> PreparedWeight:
-    """weight `[out, in]` in the layout of the best back end of its device and dtype, or of the one named `forced`."""
+def reader_of(layout: str, device: torch.device, dtype: torch.dtype, forced: str | None = None) -> LinearBackend:
+    """The best back end that multiplies with weights in `layout`, or the one named `forced`.
+
+    ValueError where it cannot run, and where the one that is forced reads another layout.
+    """
+    names = {i.name: getattr(i.function, "layout", i.name) for i in registry.implementations("linear")}
+    if forced is not None and names.get(forced, layout) != layout:
+        raise ValueError(f"linear: {forced!r} reads weights in the layout {names[forced]!r}, not in {layout!r}")
+    able = [
+        i
+        for i in registry.implementations("linear")
+        if names[i.name] == layout and forced in (None, i.name) and i.supports(device, dtype)
+    ]
+    if able:
+        return max(reversed(able), key=lambda i: i.priority).function
+    # Says why not.
+    return registry.select("linear", device=device, dtype=dtype, forced=forced or layout)
+
+
+def prepare_linear(weight: Tensor, *, forced: str | None = None, layout: str | None = None) -> PreparedWeight:
+    """A weight `[out, in]`, laid out for the best back end of its device and dtype.
+
+    Args:
+        forced: the back end to take instead.
+        layout: the layout to take instead, with its best back end.
+    """
     if weight.dim() != 2:
         raise ValueError(f"prepare_linear takes a weight [out, in]; got a tensor of shape {tuple(weight.shape)}")
-    return registry.select("linear", device=weight.device, dtype=weight.dtype, forced=forced).prepare(weight)
+    if layout is not None:
+        return reader_of(layout, weight.device, weight.dtype, forced).prepare(weight)
+    prepared: PreparedWeight = registry.select(
+        "linear", device=weight.device, dtype=weight.dtype, forced=forced
+    ).prepare(weight)
+    return prepared if forced is None else replace(prepared, reader=forced)
 
 
 def linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`; x `[..., in]` of the weight's dtype, bias `[out]` -> `[..., out]`, contiguous."""
     return weight.backend.apply(x, weight, bias)
+
+
+def gated_linear(x: Tensor, weight: PreparedWeight, activation: str) -> Tensor:
+    """`gated_activation(linear(x, weight), activation)` of a weight `[2 I, in]` that is gate above up: `[..., I]`."""
+    function = registry.select("gated_linear", device=x.device, dtype=x.dtype)
+    result: Tensor = function(x, weight, activation)
+    return result
+
+
+def reference_gated_linear(x: Tensor, weight: PreparedWeight, activation: str) -> Tensor:
+    """`gated_linear` as the two ops that it is made of."""
+    return gated_activation(linear(x, weight), activation)
 
 
 def embedding_lookup(weight: PreparedWeight, ids: Tensor) -> Tensor:
@@ -79,6 +126,8 @@ def restore_weight(weight: PreparedWeight) -> Tensor:
 class PlainLinear:
     """The weight as it is, and `F.linear`."""
 
+    layout = "plain"
+
     def prepare(self, weight: Tensor) -> PreparedWeight:
         return PreparedWeight(weight, "plain", weight.shape[0], weight.shape[1], weight.dtype)
 
@@ -93,3 +142,4 @@ class PlainLinear:
 
 
 registry.register("linear", "plain", PlainLinear())
+registry.register("gated_linear", "reference", reference_gated_linear)
