@@ -53,7 +53,10 @@ class SampledRows:
         rest = iter(tensors[1:])
 
         def moved(part: RowLogprobs | None) -> RowLogprobs | None:
-            return None if part is None else replace(part, **{name: next(rest) for name in _LOGPROB_TENSORS})
+            if part is None:
+                return None
+            moves: dict[str, Any] = {name: next(rest) for name in _LOGPROB_TENSORS}
+            return replace(part, **moves)
 
         return SampledRows(self.owner, tensors[0], moved(self.logprobs), moved(self.prompt_logprobs))
 

@@ -71,13 +71,13 @@ class Scheduler:
         for request, left in (*answers, *prompts):
             count = min(left, budget)
             # A request may have been preempted for one before it.
-            if count < 1 or request.status is not Status.RUNNING:
+            if count < 1 or not request.is_running:
                 continue
             if not self.kv.allocate(request, count):
                 if not drained:
                     return {}
                 budget += self._make_room(request, count, step)
-                if request.status is not Status.RUNNING:
+                if request.slot < 0:
                     continue
             step[request] = count
             budget -= count

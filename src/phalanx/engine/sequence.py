@@ -110,5 +110,9 @@ class Request(Sequence):
         return self.num_tokens - self.prompt_len >= self.max_tokens
 
     @property
+    def is_running(self) -> bool:
+        return self.status is Status.RUNNING
+
+    @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED

@@ -94,6 +94,8 @@ class TransformerModel(Traits):
         self.unembed = self.make_unembedding_layer()
         self.activate = self.placement.op("gated_activation" if self.gated_mlp else "activation")
         self.rotary = self._rotaries()
+        steps = type(self).forward_heads is TransformerModel.forward_heads
+        self._norms_heads = steps and self.qk_norm and self.norm_type == "rms_norm"
         self.layers: list[Any] = []
         self.outer: Any = None
         self._kv: list[tuple[Tensor, Tensor]] = []
@@ -310,9 +312,13 @@ class TransformerModel(Traits):
         """hidden [T, hidden], normed -> [T, hidden], not yet added to the residual."""
         parameters = self.layers[layer]
         qkv = self.qkv(hidden, parameters.qkv, bias_of(parameters, "qkv"))
-        before_rope = partial(self.forward_heads, layer, state)
-        angles, group = state.cos_sin[layer], self.kv_group_of[layer]
-        out = self.attention[layer](qkv, self._kv[layer], state.batch, group, angles, before_rope)
+        attention, angles, group = self.attention[layer], state.cos_sin[layer], self.kv_group_of[layer]
+        if self._norms_heads and attention.fuses_norms:
+            norms = {"q_norm": parameters.q_norm.data, "k_norm": parameters.k_norm.data, "norm_eps": self.norm_eps}
+            out = attention(qkv, self._kv[layer], state.batch, group, angles, None, norms)
+        else:
+            before_rope = partial(self.forward_heads, layer, state)
+            out = attention(qkv, self._kv[layer], state.batch, group, angles, before_rope)
         return self.attn_out(out, parameters.attn_out, bias_of(parameters, "attn_out"))
 
     def forward_heads(self, layer: int, state: StepState, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

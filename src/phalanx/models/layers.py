@@ -6,8 +6,9 @@ then joins, then converts. Activations are ragged: [T, hidden], T tokens of all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -262,6 +263,8 @@ class Attention:
             attention if key_bias is None else partial(attention, key_bias=key_bias)
         )
         self._rope_write: Callable[..., Tensor] = placement.op("rope_write_kv")
+        # Where another implementation would have to step in for the norms, they are better left to themselves.
+        self.fuses_norms = self._rope_write is placement.op("rope_write_kv", needs=frozenset(("qk_norm",)))
 
     def __call__(
         self,
@@ -271,10 +274,12 @@ class Attention:
         kv_group: int,
         cos_sin: tuple[Tensor, Tensor] | None,
         before_rope: QueryKeyStep | None = None,
+        norms: Mapping[str, Any] = MappingProxyType({}),
     ) -> Tensor:
         """qkv [T, (heads + 2 kv_heads) * head_dim] of this rank -> [T, heads * head_dim].
 
-        ``cos_sin`` is None for a layer without rope, ``before_rope`` where queries and keys stay as they are.
+        ``cos_sin`` is None for a layer without rope, ``before_rope`` where queries and keys stay as they are; ``norms``
+        are the arguments of ``rope_write_kv`` that norm them, where that ``fuses_norms``.
         """
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q = heads[:, : self.num_heads]
@@ -283,7 +288,8 @@ class Attention:
         if before_rope is not None:
             q, k = before_rope(q, k)
         cos, sin = cos_sin if cos_sin is not None else (None, None)
-        q = self._rope_write(q, k, v, cos, sin, batch.slot_mapping[kv_group], *kv, interleaved=self.interleaved_rope)
+        slots = batch.slot_mapping[kv_group]
+        q = self._rope_write(q, k, v, cos, sin, slots, *kv, interleaved=self.interleaved_rope, **norms)
         out = self._attention(
             q,
             *kv,

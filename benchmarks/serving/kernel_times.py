@@ -1,0 +1,75 @@
+"""Where the time of a decode step or of a prefill goes: the GPU's kernels, by name.
+
+    python benchmarks/serving/kernel_times.py --shape llama-8b --batch 64 --context 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.serving.shapes import SHAPES
+from phalanx import LLM, SamplingParams
+
+
+def kernels_of(work: Any, repeats: int) -> dict[str, tuple[float, float]]:
+    """Name -> (launches, microseconds) of each kernel, a repeat."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.name].append(event.device_time)
+    return {name: (len(times) / repeats, sum(times) / repeats) for name, times in found.items()}
+
+
+def show(title: str, kernels: dict[str, tuple[float, float]], limit: int = 16) -> None:
+    total = sum(time for _, time in kernels.values())
+    print(f"{title}: {total:,.0f} us in kernels")
+    for name, (count, time) in sorted(kernels.items(), key=lambda item: -item[1][1])[:limit]:
+        print(f"  {time:9,.1f} us  {count:6.1f} x {time / count:8.2f} us  {name[:90]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-8b")
+    parser.add_argument("--batch", type=int, action="append")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--prefill", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    given = parser.parse_args()
+    settings = {name: json.loads(value) for name, _, value in (item.partition("=") for item in given.set)}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SHAPES[given.shape]))
+        llm = LLM(folder, **{"load_format": "dummy", "prefix_cache": False, "max_model_len": 16384, **settings})
+    chance = random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        return [chance.randrange(10000) for _ in range(length)]
+
+    if given.prefill:
+        once = SamplingParams(max_tokens=1, ignore_eos=True)
+        show("prefill 8 x 1024", kernels_of(lambda: llm.generate([prompt(1024) for _ in range(8)], once), 2))
+    for batch in given.batch or []:
+        for _ in range(batch):
+            llm.add_request(prompt(given.context), SamplingParams(max_tokens=64, ignore_eos=True))
+        while llm.core.scheduler.waiting or any(r.num_generated < 4 for r in llm.core.scheduler.running):
+            llm.step()
+        show(f"decode, {batch} rows at {given.context}", kernels_of(llm.step, 10))
+        while llm.has_work:
+            llm.step()
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()

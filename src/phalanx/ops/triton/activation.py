@@ -1,0 +1,86 @@
+"""Activations, alone and as the gate of a gated MLP; names without a kernel run as the references do."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.ops import registry
+from phalanx.ops.activation import reference_activation, reference_gated_activation
+from phalanx.ops.triton.support import on_gpu
+
+_KINDS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "quick_gelu": "quick_gelu",
+}
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _apply(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        return x / (1.0 + tl.exp(-x))
+    if KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if KIND == "gelu_tanh":
+        # 0.5 (1 + tanh u) is the sigmoid of 2 u.
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    if KIND == "relu":
+        return tl.where(x < 0.0, 0.0, x)
+    if KIND == "relu2":
+        return tl.where(x < 0.0, 0.0, x * x)
+    return x / (1.0 + tl.exp(-1.702 * x))
+
+
+@triton.jit
+def _kernel(x, out, row_stride, width, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    value = _apply(tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32), KIND)
+    if GATED:
+        value *= tl.load(x + row * row_stride + width + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+def _run(x: Tensor, kind: str, width: int, gated: bool) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    _kernel[(flat.shape[0], -(-width // _BLOCK))](
+        flat, out, flat.stride(0), width, KIND=kind, GATED=gated, BLOCK=_BLOCK, num_warps=4
+    )
+    return out
+
+
+def gated_activation(x: Tensor, name: str) -> Tensor:
+    """See `phalanx.ops.activation.gated_activation`."""
+    kind = _KINDS.get(name)
+    if kind is None or x.shape[-1] % 2 or x.numel() == 0:
+        return reference_gated_activation(x, name)
+    return _run(x, kind, x.shape[-1] // 2, gated=True)
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    """See `phalanx.ops.activation.activation`."""
+    kind = _KINDS.get(name)
+    if kind is None or x.numel() == 0:
+        return reference_activation(x, name)
+    return _run(x, kind, x.shape[-1], gated=False)
+
+
+registry.register("gated_activation", "triton", gated_activation, supports=on_gpu, priority=10)
+registry.register("activation", "triton", activation, supports=on_gpu, priority=10)

@@ -1,0 +1,101 @@
+"""RMSNorm, residual add + RMSNorm and LayerNorm in one pass: a row, or several narrow ones, a program."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.ops import registry
+from phalanx.ops.norm import reference_layer_norm, reference_rms_norm
+from phalanx.ops.triton.support import on_gpu
+
+# Elements that a program holds at once; wider rows go to the references.
+_WIDEST = 1 << 15
+_AT_ONCE = 2048
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_kernel(
+    x, residual, weight, bias, out, total,
+    rows, inner, outer_stride, inner_stride, residual_stride, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED)
+    mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    place = (row // inner * outer_stride + row % inner * inner_stride)[:, None] + column[None, :]
+    value = tl.load(x + place, mask=mask, other=0.0)
+    flat = row[:, None] * WIDTH + column[None, :]
+    if ADD:
+        other = tl.load(residual + row[:, None] * residual_stride + column[None, :], mask=mask, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + flat, value, mask=mask)
+    wide = value.to(tl.float32)
+    if CENTRE:
+        wide = wide - tl.sum(wide, 1)[:, None] / WIDTH
+        wide = tl.where(mask, wide, 0.0)
+    normed = wide * (1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / WIDTH + eps))[:, None]
+    if WEIGHT:
+        normed *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        normed += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + flat, normed.to(out.dtype.element_ty), mask=mask)
+
+
+def _run(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool
+) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = out if residual is None else torch.empty_like(out)
+    rows = out.numel() // width if width else 0
+    if rows:
+        if x.stride(-1) != 1 or x.dim() > 3 or x.dim() < 1:
+            x = x.reshape(rows, width).contiguous()
+        if residual is not None and (residual.dim() != 2 or residual.stride(-1) != 1):
+            residual = residual.reshape(rows, width).contiguous()
+        # Heads of a fused projection: [tokens, heads, head_dim] with gaps between tokens.
+        inner = x.shape[1] if x.dim() == 3 else 1
+        outer_stride = x.stride(0) if x.dim() > 1 else 0
+        inner_stride = x.stride(1) if x.dim() == 3 else 0
+        padded = triton.next_power_of_2(width)
+        at_once = max(1, min(16, _AT_ONCE // padded)) if rows > 1 else 1
+        _norm_kernel[(-(-rows // at_once),)](
+            x, residual if residual is not None else x, weight if weight is not None else x,
+            bias if bias is not None else x, out, total,
+            rows, inner, outer_stride, inner_stride, 0 if residual is None else residual.stride(0), eps,
+            WIDTH=width, PADDED=padded, ROWS=at_once,
+            ADD=residual is not None, CENTRE=centre, WEIGHT=weight is not None, BIAS=bias is not None,
+            num_warps=4 if padded * at_once <= 2048 else 8 if padded <= 8192 else 16,
+        )  # fmt: skip
+    return out, total
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `phalanx.ops.norm.rms_norm`."""
+    if x.shape[-1] > _WIDEST:
+        return reference_rms_norm(x, weight, eps)
+    return _run(x, None, weight, None, eps, centre=False)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `phalanx.ops.norm.add_rms_norm`."""
+    if x.shape[-1] > _WIDEST:
+        total = x + residual
+        return reference_rms_norm(total, weight, eps), total
+    return _run(x, residual, weight, None, eps, centre=False)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """See `phalanx.ops.norm.layer_norm`."""
+    if x.shape[-1] > _WIDEST:
+        return reference_layer_norm(x, weight, bias, eps)
+    return _run(x, None, weight, bias, eps, centre=True)[0]
+
+
+registry.register("rms_norm", "triton", rms_norm, supports=on_gpu, priority=10)
+registry.register("add_rms_norm", "triton", add_rms_norm, supports=on_gpu, priority=10)
+registry.register("layer_norm", "triton", layer_norm, supports=on_gpu, priority=10)

@@ -1,0 +1,96 @@
+"""Decode steps in fixed shapes: padded, and on a GPU captured, they give the tokens of the general path and touch
+nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import LLM, SamplingParams
+from phalanx.engine.decode import DecodeStep, decode_sizes
+
+ON_GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="graphs are captured on a GPU")
+
+SETTINGS = [
+    SamplingParams(max_tokens=17, ignore_eos=True),
+    SamplingParams(max_tokens=9, temperature=1.0, seed=3, top_p=0.9, ignore_eos=True),
+    SamplingParams(max_tokens=12, repetition_penalty=1.3, presence_penalty=0.5, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=1, ignore_eos=True),
+]
+
+
+def padded(llm: LLM, sizes: list[int]) -> LLM:
+    """The engine with decode steps of these sizes, launch by launch."""
+    runner = llm.engine.runner
+    runner.decode = DecodeStep(runner.model, runner.tokens, runner.block_tables, runner.staging, sizes)
+    return llm
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    params = [SETTINGS[place % len(SETTINGS)] for place in range(len(prompts))]
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+def test_sizes_are_small_ones_then_every_eighth() -> None:
+    assert decode_sizes(1) == [1]
+    assert decode_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert decode_sizes(24) == [1, 2, 4, 8, 16, 24]
+
+
+@pytest.mark.parametrize("loop", ["plain", "async"])
+@pytest.mark.parametrize("sizes", [[12], [1, 2, 4, 8, 12]])
+def test_tokens_equal_those_of_the_general_path(
+    make_llm: Callable[..., LLM], prompts: list[list[int]], loop: str, sizes: list[int]
+) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 12, "loop": loop, "num_blocks": 400, "dtype": "float32"}
+    expected = answers(make_llm(cuda_graphs=False, **settings), prompts)
+    assert answers(padded(make_llm(cuda_graphs=False, **settings), sizes), prompts) == expected
+    if ON_GPU:
+        assert answers(make_llm(**settings), prompts) == expected
+
+
+def test_padding_and_replays_touch_no_block_but_their_own(
+    make_llm: Callable[..., LLM], prompts: list[list[int]]
+) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 8, "num_blocks": 300, "prefix_cache": False, "dtype": "float32"}
+    expected = answers(make_llm(cuda_graphs=False, **settings), prompts)
+    llm = make_llm(**settings)
+    if not ON_GPU:
+        padded(llm, [8])
+    storage = llm.engine.runner.storage
+    assert storage is not None
+    blocks = storage.memory.view(storage.num_blocks, -1)
+    # All ones are NaN in every dtype: what is read but was never written would show in the tokens.
+    blocks.fill_(0xFF)
+    taken: set[int] = set()
+    allocate = llm.engine.kv.pool.allocate
+
+    def noted(count: int) -> list[int]:
+        given = allocate(count)
+        taken.update(given)
+        return given
+
+    llm.engine.kv.pool.allocate = noted  # type: ignore[method-assign]
+    assert answers(llm, prompts) == expected
+    untouched = [block for block in range(1, storage.num_blocks) if block not in taken]
+    assert untouched and bool((blocks[untouched] == 0xFF).all())
+
+
+@needs_gpu
+def test_nothing_is_compiled_or_allocated_once_it_runs(
+    make_llm: Callable[..., LLM], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import knobs
+
+    llm = make_llm(max_num_seqs=12, num_blocks=400)
+    compiled: list[Any] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda *args, **rest: compiled.append(rest) and None)
+    answers(llm, prompts)
+    segments = torch.cuda.memory_stats()["num_device_alloc"]
+    answers(llm, [prompt[::-1] for prompt in prompts])
+    assert not compiled
+    assert torch.cuda.memory_stats()["num_device_alloc"] == segments
