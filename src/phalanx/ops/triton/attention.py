@@ -25,14 +25,14 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By (element size of q, head size, the next power of two): the first entry that is large enough.
+# By element size of q, then by the largest head size (a power of two): the first entry that is large enough.
 DECODE_TILES = {
     2: {128: Tile(0, 32, 2, 4), 256: Tile(0, 32, 4, 3)},
-    4: {128: Tile(0, 32, 4, 2), 256: Tile(0, 16, 4, 2)},
+    4: {256: Tile(0, 16, 4, 2)},
 }
 PREFILL_TILES = {
     2: {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
-    4: {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+    4: {256: Tile(16, 32, 8, 2)},
 }
 # Programs of a decode for each multiprocessor, and the fewest keys of a split while the batch alone fills the device.
 DECODE_WAVES = 4

@@ -20,12 +20,11 @@ from phalanx.ops import registry
 from phalanx.ops.triton.attention import Call, Tile, multiprocessors, supports
 from phalanx.ops.triton.attention_kernels import UNALIGNED, VARYING, locate_tile, walk_keys
 
-# One shape for decodes and prompts, that being the point; its keys divide FIRST_PIECE.
+# One shape for decodes and prompts, that being the point; its keys divide the 256 of the first pieces.
 INVARIANT_TILES = {
-    2: {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3)},
-    4: {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+    2: {128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 8, 3)},
+    4: {128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
 }
-FIRST_PIECE = 256
 # Bytes of the sums that are left for the merge, at most; a larger batch fills the device without sharing contexts out.
 MERGE_BYTES = 1 << 27
 
