@@ -19,7 +19,8 @@ FACTORS = {"unit": "fp32", "cap_in": "fp32", "cap_out": "fp32"}
 def compiled(kernel, table, dtype, cache, size, **features):
     tile = next(t for limit, t in table[4 if dtype == "fp32" else 2].items() if limit >= size)
     constants = dict(KV_HEADS=8, GROUP=4, HEADS=32, BLOCK_SIZE=16, HEAD_SIZE=size, BLOCK_D=size)
-    constants |= dict(BLOCK_M=tile.rows or 16, BLOCK_N=tile.keys, WINDOW=False, CAPPED=False, BIASED=False, PDL=True) | features
+    constants |= dict(BLOCK_M=tile.rows or 16, BLOCK_N=tile.keys, PDL=True)
+    constants |= dict(WINDOW=False, CAPPED=False, BIASED=False) | features
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     types = TENSORS | FACTORS | {name: "*" + dtype for name in ("q", "out")}
     types |= {name: "*" + cache for name in ("k_cache", "v_cache")}
