@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from phalanx.ops.triton.attention import multiprocessors
+from phalanx.ops.triton.support import multiprocessors
 from phalanx.ops.triton.linear import Tile, few_rows, tile_for
 
 SHAPES = {

@@ -6,10 +6,12 @@ one process, beside whatever the program around them does.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,11 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from phalanx.distributed.group import Group, GroupError, Reduction, check_source, gather_sizes, own_payload
 from phalanx.distributed.rendezvous import Rendezvous, describe
+
+if TYPE_CHECKING:
+    from phalanx.distributed.symmetric import SymmetricMemory
+
+log = logging.getLogger("phalanx")
 
 # A rank that waits for the next message may wait as long as nobody asks for anything.
 _IDLE = timedelta(days=365)
@@ -59,12 +66,27 @@ class ProcessGroup(Group):
         self._store = dist.PrefixStore(f"{name}/{count}", rendezvous.store)
         self._host: Any = None
         self._data: Any = None
+        self._shared: SymmetricMemory | None = None
         try:
             self._host = self._gloo()
             self._data = self._host if device.type == "cpu" else self._nccl(device)
         except RuntimeError as error:
             self._fail("connecting", str(error))
             raise GroupError(self._fault) from error
+        self._shared = self._shared_memory(device)
+
+    def _shared_memory(self, device: torch.device) -> SymmetricMemory | None:
+        """What adds up small tensors faster than NCCL; None where the GPUs do not see each other's memory."""
+        if device.type != "cuda" or self.size < 2 or find_spec("triton") is None:
+            return None
+        from phalanx.distributed.symmetric import SymmetricMemory
+
+        try:
+            return SymmetricMemory(self, device)
+        except (GroupError, ValueError) as error:
+            self.check()
+            log.info("small tensors are added up by NCCL: %s", error)
+            return None
 
     def _gloo(self) -> Any:
         gloo: Any = dist.ProcessGroupGloo
@@ -81,6 +103,9 @@ class ProcessGroup(Group):
         return group
 
     def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
+        if self._shared is not None and op == "sum" and self._shared.fits(t):
+            self.check()
+            return self._shared.all_reduce(t)
         out = t.detach().contiguous()
         if out.numel():
             options = dist.AllreduceOptions()

@@ -6,10 +6,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.ops import registry
 from phalanx.ops.activation import reference_activation, reference_gated_activation
-from phalanx.ops.triton.support import on_gpu
+from phalanx.ops.triton.support import early_launch, on_gpu
 
 _KINDS = {
     "silu": "silu",
@@ -46,7 +47,10 @@ def _apply(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _kernel(x, out, row_stride, width, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def _kernel(x, out, row_stride, width, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -61,7 +65,7 @@ def _run(x: Tensor, kind: str, width: int, gated: bool) -> Tensor:
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     _kernel[(flat.shape[0], -(-width // _BLOCK))](
-        flat, out, flat.stride(0), width, KIND=kind, GATED=gated, BLOCK=_BLOCK, num_warps=4
+        flat, out, flat.stride(0), width, KIND=kind, GATED=gated, BLOCK=_BLOCK, num_warps=4, **early_launch(x.device)
     )
     return out
 

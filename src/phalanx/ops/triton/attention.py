@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from phalanx.ops import registry
 from phalanx.ops.triton.attention_kernels import decode_kernel, merge_kernel, prefill_kernel
+from phalanx.ops.triton.support import launches_early, multiprocessors, on_gpu
 
 _LOG2_E = math.log2(math.e)
 
@@ -31,13 +31,13 @@ DECODE_TILES = {
     4: {256: Tile(0, 16, 4, 2)},
 }
 PREFILL_TILES = {
-    2: {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
+    2: {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 5), 256: Tile(128, 64, 8, 2)},
     4: {256: Tile(16, 32, 8, 2)},
 }
 # Programs of a decode for each multiprocessor, and the fewest keys of a split while the batch alone fills the device.
-DECODE_WAVES = 4
+DECODE_WAVES = 8
 MIN_SPLIT_KEYS, MIN_SPLIT_KEYS_FULL = 64, 256
-MAX_SPLITS = 128
+MAX_SPLITS = 64
 # A sequence of one token that walks no more keys than this is not worth kernels of its own in a mixed batch.
 SHORT_CONTEXT = 512
 
@@ -244,21 +244,4 @@ def prefill(call: Call, skip_single: bool, tile: Tile | None = None) -> None:
     )
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; of an H200 where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-@functools.cache
-def launches_early(device: torch.device) -> bool:
-    """Whether a kernel can be started before the one ahead of it has ended (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def supports(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels can run tensors of this dtype on this device."""
-    return device.type == "cuda" and dtype in (torch.float32, torch.bfloat16, torch.float16)
-
-
-registry.register("attention", "triton", attention, supports=supports, priority=10, features=("key_bias", "fp8_kv"))
+registry.register("attention", "triton", attention, supports=on_gpu, priority=10, features=("key_bias", "fp8_kv"))

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.ops import registry
-from phalanx.ops.triton.attention import Call, Tile, multiprocessors, supports
+from phalanx.ops.triton.attention import Call, Tile
 from phalanx.ops.triton.attention_kernels import UNALIGNED, VARYING, locate_tile, walk_keys
+from phalanx.ops.triton.support import multiprocessors, on_gpu
 
 # One shape for decodes and prompts, that being the point; its keys divide the 256 of the first pieces.
 INVARIANT_TILES = {
@@ -310,7 +311,7 @@ registry.register(
     "attention",
     "triton_invariant",
     invariant_attention,
-    supports=supports,
+    supports=on_gpu,
     priority=5,
     features=("key_bias", "fp8_kv"),
 )

@@ -262,6 +262,7 @@ def merge_kernel(
     head = tl.program_id(0)
     sequence = tl.program_id(1)
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     row = tl.load(cu_seqlens + sequence).to(tl.int64)
     context = tl.load(seq_lens + sequence)

@@ -6,10 +6,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.ops import registry
 from phalanx.ops.norm import reference_layer_norm, reference_rms_norm
-from phalanx.ops.triton.support import on_gpu
+from phalanx.ops.triton.support import early_launch, on_gpu
 
 # Elements that a program holds at once; wider rows go to the references.
 _WIDEST = 1 << 15
@@ -21,8 +22,11 @@ def _norm_kernel(
     x, residual, weight, bias, out, total,
     rows, inner, outer_stride, inner_stride, residual_stride, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
     mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -70,6 +74,7 @@ def _run(
             WIDTH=width, PADDED=padded, ROWS=at_once,
             ADD=residual is not None, CENTRE=centre, WEIGHT=weight is not None, BIAS=bias is not None,
             num_warps=4 if padded * at_once <= 2048 else 8 if padded <= 8192 else 16,
+            **early_launch(x.device),
         )  # fmt: skip
     return out, total
 

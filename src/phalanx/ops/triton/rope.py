@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.ops import registry
-from phalanx.ops.triton.support import on_gpu
+from phalanx.ops.triton.support import early_launch, on_gpu
 
 _HEADS_AT_ONCE = 8
 
@@ -19,9 +20,12 @@ def _rope_kernel(
     eps, q_token, q_head, k_token, k_head, v_token, v_head, k_block, k_slot, k_side, v_block, v_slot, v_side,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
     PADDED_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, NORMED: tl.constexpr,
-    FP8: tl.constexpr, AT_ONCE: tl.constexpr,
+    FP8: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some of the heads of q, k and v, in this order, of one token."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE))[:, None]
     is_q = head < HEADS
@@ -121,7 +125,7 @@ def rope_write_kv(
         HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, PADDED_HALF=triton.next_power_of_2(max(half, 1)),
         PADDED_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_SIZE=k_cache.shape[1],
         INTERLEAVED=interleaved, NORMED=q_norm is not None, FP8=k_cache.dtype == torch.float8_e4m3fn,
-        AT_ONCE=_HEADS_AT_ONCE, num_warps=4,
+        AT_ONCE=_HEADS_AT_ONCE, num_warps=4, **early_launch(q.device),
     )  # fmt: skip
     return out
 
