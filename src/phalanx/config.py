@@ -52,6 +52,9 @@ class EngineConfig(BaseModel):
     """CPU threads of a rank; default: the machine's cores shared out over the ranks."""
     load_format: Literal["auto", "dummy"] = "auto"
     """"dummy" fills the weights with small random numbers (for benchmarks): only the config is read."""
+    quantization: Literal["fp8", "int8", "int4"] | None = None
+    """Layout of the weights of attention and MLP projections; head, embeddings and norms stay as they are. "fp8" also
+    quantises what is multiplied with them. None serves all weights in ``dtype``."""
 
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens of one KV block."""

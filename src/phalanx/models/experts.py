@@ -54,6 +54,9 @@ class Experts:
         hidden_size, intermediate_size: full sizes of an expert.
         gated: whether an expert's first projection is [gate; up] rather than up.
         activate: what comes between an expert's projections.
+
+    Raises:
+        ValueError: the placement quantises, which no back end of experts can.
     """
 
     def __init__(
@@ -67,6 +70,10 @@ class Experts:
         gated: bool,
         activate: Callable[[Tensor], Tensor],
     ) -> None:
+        if placement.quantization is not None:
+            raise ValueError(
+                f"quantization={placement.quantization!r} is not there for models with experts: leave it out"
+            )
         self.placement = placement
         self.num_experts, self.per_token, self.normalize = num_experts, per_token, normalize
         block = Block(intermediate_size)

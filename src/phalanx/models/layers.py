@@ -20,6 +20,7 @@ from phalanx.models.parameter import InferenceParameter
 from phalanx.ops import registry
 from phalanx.ops.batch import RaggedBatch
 from phalanx.ops.linear import PreparedWeight, embedding_lookup, linear, prepare_linear
+from phalanx.ops.quantized import LAYOUTS as QUANTIZED_LAYOUTS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What a checkpoint's tensors may be; anything else would need its scales."""
@@ -35,18 +36,39 @@ class Placement:
         group: the tensor-parallel group.
         device, dtype: of parameters and activations.
         forced: op -> implementation name.
+        quantization: the layout of the projections' weights, as in EngineConfig; None leaves them as they are.
 
     Raises:
-        ValueError: an unknown op, or an implementation that is unknown or not for this device and dtype.
+        ValueError: an unknown op, or an implementation that is unknown or not for this device and dtype; a forced
+            linear layer together with quantization, or one that quantises.
     """
 
-    def __init__(self, group: Group, device: torch.device, dtype: torch.dtype, forced: dict[str, str]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        dtype: torch.dtype,
+        forced: dict[str, str],
+        quantization: str | None = None,
+    ) -> None:
         self.group = group
         self.device = device
         self.dtype = dtype
         self.forced = forced
+        self.quantization = quantization
         for name in forced:
             self.op(name)
+        linear_layer = forced.get("linear")
+        if linear_layer is not None and quantization is not None:
+            raise ValueError(
+                f"quantization={quantization!r} chooses the linear layers, so they cannot be forced to "
+                f"{linear_layer!r} too: leave out one of them"
+            )
+        if linear_layer is not None and getattr(self.op("linear"), "layout", None) in QUANTIZED_LAYOUTS:
+            raise ValueError(
+                f"ops linear={linear_layer!r} would quantise every weight: use quantization, which leaves head and "
+                "embeddings as they are"
+            )
 
     def cut(self, value: Any, partition: Partition, dtype: torch.dtype | None = None) -> Tensor:
         """This rank's part of a full tensor (or lazy file tensor), in the model's dtype, on its device.
@@ -112,7 +134,9 @@ class Linear:
                 f"the checkpoint lacks {sum(absent)} of {len(parts)} parts of a fused weight: give all or none"
             )
         tensor = self.cut(parts)
-        return InferenceParameter(tensor) if tensor.dim() == 1 else prepared(tensor, self.placement)
+        if tensor.dim() == 1:
+            return InferenceParameter(tensor)
+        return prepared(tensor, self.placement, self.placement.quantization)
 
     def cut(self, parts: Sequence[Any]) -> Tensor:
         """This rank's part of a weight [out, in] or bias [out] that is given whole, or as its parts in block order.
@@ -155,9 +179,9 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
     return " + ".join(map(str, shapes))
 
 
-def prepared(weight: Tensor, placement: Placement) -> InferenceParameter:
-    """A weight in the layout that the device's matmul likes."""
-    result = prepare_linear(weight, forced=placement.forced.get("linear"))
+def prepared(weight: Tensor, placement: Placement, layout: str | None = None) -> InferenceParameter:
+    """A weight in the layout that the device's matmul likes, or in the one named ``layout``."""
+    result = prepare_linear(weight, forced=placement.forced.get("linear"), layout=layout)
     shape = (result.out_features, result.in_features)
     return PreparedParameter(result.data, result.layout, shape, result.aux, result)
 

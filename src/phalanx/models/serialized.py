@@ -21,9 +21,9 @@ from phalanx.models.experts import ExpertsParameter, restored_experts
 from phalanx.models.hf_config import HFConfig
 from phalanx.models.layers import PreparedParameter
 from phalanx.models.parameter import InferenceParameter
-from phalanx.ops import registry
-from phalanx.ops.linear import PreparedWeight
+from phalanx.ops.linear import PreparedWeight, reader_of
 from phalanx.ops.moe import check_saved
+from phalanx.ops.quantized import LAYOUTS as QUANTIZED_LAYOUTS
 from phalanx.weights import WeightError
 from phalanx.weights.safetensors_source import DTYPES, SafetensorsSource
 
@@ -72,6 +72,7 @@ def save_parameters(folder: str, policy_name: str, model: TransformerModel) -> N
             "policy": policy_name,
             "tensor_parallel_size": group.size,
             "dtype": _name(model.dtype),
+            "quantization": _quantization(model),
             "config": dict(model.config.given),
         }
         _write_json(target / MANIFEST, manifest)
@@ -129,11 +130,24 @@ def _mismatches(manifest: Mapping[str, Any], policy_name: str, model: Transforme
         for name, value in here.items()
         if manifest[name] != value
     ]
+    wanted, written = model.placement.quantization, manifest.get("quantization")
+    if wanted not in (None, written):
+        found.append(
+            f"serialised with quantization={written!r}, this engine has quantization={wanted!r}: leave it out to serve "
+            "the weights as they were written"
+        )
     stored = HFConfig(manifest["config"])
     differing = [key for key in sorted({*stored, *model.config}) if stored.get(key) != model.config.get(key)]
     if differing:
         found.append(f"serialised from another model: the configs differ in {', '.join(differing)}")
     return found
+
+
+def _quantization(model: TransformerModel) -> str | None:
+    """The layout of the projections: the engine's own choice, or that of the checkpoint which it serves as written."""
+    kinds = {p.layout for _, p in _parameters(model.layers, None) if isinstance(p, PreparedParameter)}
+    found = sorted(kinds & set(QUANTIZED_LAYOUTS))
+    return found[0] if found else None
 
 
 def _entry(label: str, parameter: InferenceParameter, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -173,12 +187,23 @@ def _entry_problems(label: str, entry: Any, source: SafetensorsSource, model: Tr
         if entry["op"] == "moe":
             check_saved(layout, entry["shape"], entry["aux"], model.device, model.dtype, forced)
             return problems
-        registry.select("linear", device=model.device, dtype=model.dtype, forced=layout)
+        reader_of(layout, model.device, model.dtype)
     except ValueError as error:
         problems.append(f"serialised in the layout {layout!r}: {error}")
-    if forced.get("linear") not in (None, layout):
+    if not _reads(forced.get("linear"), layout, model):
         problems.append(f"serialised in the layout {layout!r}, this engine is told to use {forced['linear']!r}")
     return problems
+
+
+def _reads(forced: str | None, layout: str, model: TransformerModel) -> bool:
+    """Whether the linear back end that the user forced, if any, multiplies with weights in a layout."""
+    if forced is None:
+        return True
+    try:
+        reader_of(layout, model.device, model.dtype, forced)
+    except ValueError:
+        return False
+    return True
 
 
 def _restore(
@@ -191,7 +216,8 @@ def _restore(
         return InferenceParameter(data, layout, shape, aux)
     if entry["op"] == "moe":
         return restored_experts(data, layout, shape, model.dtype, aux)
-    weight = PreparedWeight(data, layout, shape[0], shape[1], model.dtype, aux)
+    forced = model.placement.forced.get("linear")
+    weight = PreparedWeight(data, layout, shape[0], shape[1], model.dtype, aux, forced)
     return PreparedParameter(data, layout, shape, aux, weight)
 
 

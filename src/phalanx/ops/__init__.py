@@ -11,6 +11,7 @@ from phalanx.ops import cpu as cpu
 from phalanx.ops import linear as linear
 from phalanx.ops import moe as moe
 from phalanx.ops import norm as norm
+from phalanx.ops import quantized as quantized
 from phalanx.ops import rope as rope
 from phalanx.ops import sampling as sampling
 from phalanx.ops import step_inputs as step_inputs

@@ -126,8 +126,6 @@ def restore_weight(weight: PreparedWeight) -> Tensor:
 class PlainLinear:
     """The weight as it is, and `F.linear`."""
 
-    layout = "plain"
-
     def prepare(self, weight: Tensor) -> PreparedWeight:
         return PreparedWeight(weight, "plain", weight.shape[0], weight.shape[1], weight.dtype)
 

@@ -63,7 +63,10 @@ class PreparedExperts:
 
 
 class ExpertsBackend(Protocol):
-    """One way to hold the weights of experts and to compute with them. Its name in the registry begins the layout."""
+    """One way to hold the weights of experts and to compute with them.
+
+    Its name in the registry begins the layout, unless it has an attribute `layout`: several may read the same one.
+    """
 
     def prepare(self, weights: Iterable[Tensor], count: int, linear_layout: str | None) -> PreparedExperts:
         """The weights `[out, in]` of `count` experts in this back end's layout.
@@ -100,8 +103,9 @@ def check_saved(
     names = dict(zip(("moe", "linear"), layout.split(":"), strict=False))
     for op, name in names.items():
         registry.select(op, device=device, dtype=dtype, forced=name)
-        if forced.get(op, name) != name:
-            raise ValueError(f"{op}: this engine is told to use {forced[op]!r}")
+        reader = forced.get(op, name)
+        if getattr(registry.select(op, device=device, dtype=dtype, forced=reader), "layout", reader) != name:
+            raise ValueError(f"{op}: this engine is told to use {reader!r}")
     if len(shape) != 3:
         raise ValueError(f"experts have a shape [experts, out, in], given {tuple(shape)}")
     absent = {str(expert) for expert in range(1, shape[0])} - set(aux) if "linear" in names else set()
@@ -146,12 +150,16 @@ class SortedExperts:
         return weighted_sum(found.view(*ids.shape, second.shape[1]), weights)
 
 
+# Linear back ends that keep weights as they are: so do the experts that are computed without them.
+_PLAIN = ("plain", "triton", "invariant")
+
+
 class MaskedExperts:
     """Every expert sees every token, and a token's other experts count nothing: no step depends on what the router
     says, so this can be captured in a CUDA graph. Costs `experts / k` times the products of `SortedExperts`."""
 
     def prepare(self, weights: Iterable[Tensor], count: int, linear_layout: str | None) -> PreparedExperts:
-        if linear_layout not in (None, "plain"):
+        if linear_layout not in (None, *_PLAIN):
             raise ValueError(f"moe: 'masked' holds plain weights, but linear is told to use {linear_layout!r}")
         stacked: Tensor | None = None
         for place, weight in enumerate(weights):

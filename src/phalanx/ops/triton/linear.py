@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from phalanx.ops import registry
 from phalanx.ops.activation import gated_activation
 from phalanx.ops.linear import PlainLinear, PreparedWeight, linear
-from phalanx.ops.triton.attention import launches_early, multiprocessors
 from phalanx.ops.triton.linear_kernels import few_rows_kernel, one_row_kernel
+from phalanx.ops.triton.support import launches_early, multiprocessors
 
-MAX_ROWS = 64
+MAX_ROWS = 1
 """Rows above which the vendor's library is left to it."""
 
 
@@ -33,24 +33,25 @@ class Tile(NamedTuple):
 def tile_for(rows: int, out_features: int, in_features: int, processors: int) -> Tile:
     """The sizes that read a weight [out_features, in_features] fast for so many rows of x."""
     if rows == 1:
-        inner = _inner(in_features, 2048)
+        inner = inner_step(in_features, 2048)
         columns = 2 if out_features <= 8 * 2 * processors or in_features > 8192 else 4
-        return Tile(columns, inner, 4, 1 if in_features <= 4096 else 2, min(2048, _floor_power(in_features)))
+        return Tile(columns, inner, 4, 1 if in_features <= 4096 else 2, min(2048, power_below(in_features)))
     # Narrow enough that every processor has a program, wide enough that x is not read more than W.
     columns = 64 if out_features >= 64 * 4 * processors else 32 if out_features >= 32 * processors else 16
     if rows > 16:
         columns = max(columns, 32)
-    inner = _inner(in_features, 256 if rows <= 32 and columns <= 32 else 128)
-    return Tile(columns, inner, 4, 4, min(1024, _floor_power(in_features)))
+    inner = inner_step(in_features, 256 if rows <= 32 and columns <= 32 else 128)
+    return Tile(columns, inner, 4, 4, min(1024, power_below(in_features)))
 
 
-def _inner(in_features: int, largest: int) -> int:
+def inner_step(in_features: int, largest: int) -> int:
     """A step of K that divides it if a good one does, else the largest."""
     divisor = math.gcd(in_features, largest)
     return divisor if divisor >= 128 else min(largest, max(32, triton.next_power_of_2(in_features)))
 
 
-def _floor_power(number: int) -> int:
+def power_below(number: int) -> int:
+    """The largest power of two that is at most `number`, 0 where that is not worth a prefetch."""
     return 1 << (number.bit_length() - 1) if number >= 64 else 0
 
 
@@ -123,6 +124,8 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False
 
 class TritonLinear(PlainLinear):
     """The weight as it is: own kernels for few rows, `F.linear` for the rest and for float32."""
+
+    layout = "plain"
 
     def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         return few_rows(x, weight.data, bias) if takes(x, weight.data) else F.linear(x, weight.data, bias)

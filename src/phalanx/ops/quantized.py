@@ -1,0 +1,179 @@
+"""Linear weights in few bits: how they are quantised, and what a product with them means, in plain PyTorch.
+
+- ``fp8``: e4m3 numbers with a scale for each output; activations are quantised the same way with a scale for each
+  token, whatever their number, so that a token's result does not depend on how many stand beside it.
+- ``int8``: whole numbers from -127 to 127 with a scale for each output; activations stay as they are.
+- ``int4``: numbers from 0 to 15 with a scale and an offset for each group of 128 (64, 32) inputs of an output.
+
+Looking up and restoring give what the numbers stand for, which is near the original weight but not equal to it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phalanx.ops import registry
+from phalanx.ops.linear import PreparedWeight
+
+LAYOUTS = ("fp8", "int8", "int4")
+FP8_MAX = 448.0
+GROUPS = (128, 64, 32)
+# Parts of a group's range that are tried: leaving out the ends makes steps finer for the rest.
+RANGES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
+# Elements that are quantised at a time, so that what comes between stays small beside a weight.
+CHUNK = 1 << 24
+
+
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x `[..., n]` -> e4m3 numbers of its shape and float32 scales `[...]`: `numbers * scale` is near x."""
+    wide = x.float()
+    scale = _largest(wide) / FP8_MAX
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (wide / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x `[..., n]` -> int8 numbers of its shape and float32 scales `[...]`."""
+    wide = x.float()
+    scale = _largest(wide) / 127
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (wide / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """weight `[out, in]` -> numbers uint8 `[out, in]` from 0 to 15, scales and offsets `[in / group, out]`.
+
+    `numbers * scale + offset` is near the weight. Scales and offsets are of its dtype. Of several ranges the one with
+    the least squared error is taken.
+    """
+    wide = weight.float().unflatten(1, (-1, group))
+    low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
+    best = torch.full_like(low, torch.inf)
+    scale, offset = torch.ones_like(low), torch.zeros_like(low)
+    for part in RANGES:
+        step = _rounded((high - low) * (part / 15), weight.dtype)
+        # Equal numbers are the offset.
+        start = _rounded(torch.where(step > 0, (low + high) / 2 - step * 7.5, low), weight.dtype)
+        step = torch.where(step > 0, step, 1.0)
+        numbers = ((wide - start) / step).round().clamp(0, 15)
+        wrong = (numbers * step + start - wide).square().sum(-1, keepdim=True)
+        better = wrong < best
+        best = torch.where(better, wrong, best)
+        scale, offset = torch.where(better, step, scale), torch.where(better, start, offset)
+    numbers = ((wide - offset) / scale).round().clamp(0, 15).to(torch.uint8)
+    scale, offset = (tensor.squeeze(-1).T.to(weight.dtype).contiguous() for tensor in (scale, offset))
+    return numbers.flatten(1), scale, offset
+
+
+def pack_int4(numbers: Tensor) -> Tensor:
+    """uint8 `[out, in]` -> uint8 `[out, in / 2]`: input j in column j's low bits, `in / 2 + j` in its high ones."""
+    low, high = numbers.chunk(2, 1)
+    return low | (high << 4)
+
+
+def unpack_int4(data: Tensor) -> Tensor:
+    """The reverse of `pack_int4`."""
+    return torch.cat([data & 15, data >> 4], 1)
+
+
+def int4_group(in_features: int) -> int:
+    """The inputs that share a scale. ValueError for a number of inputs that no group divides."""
+    for group in GROUPS:
+        if in_features % (2 * group) == 0:
+            return group
+    raise ValueError(
+        f"int4 takes weights whose inputs on a rank are a multiple of {2 * GROUPS[-1]}; this one has {in_features}: "
+        "use quantization='int8' or 'fp8', or another tensor_parallel_size"
+    )
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).float()
+
+
+def _parts(weight: Tensor) -> tuple[Tensor, ...]:
+    return weight.split(max(1, CHUNK // max(1, weight.shape[1])))
+
+
+class QuantizedLinear:
+    """What the layouts share. A subclass gives `prepare`, `restore` and, where it has a better way, `apply`."""
+
+    def prepare(self, weight: Tensor) -> PreparedWeight:
+        raise NotImplementedError
+
+    def restore(self, weight: PreparedWeight) -> Tensor:
+        """What the numbers stand for, `[out, in]` of the weight's dtype: near the original, not equal to it."""
+        raise NotImplementedError
+
+    def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.restore(weight), bias)
+
+    def lookup(self, weight: PreparedWeight, ids: Tensor) -> Tensor:
+        """Rows `ids` of `restore`."""
+        return F.embedding(ids, self.restore(weight))
+
+
+class Fp8Linear(QuantizedLinear):
+    """The layout `fp8`: data e4m3 `[out, in]`, aux `scale` float32 `[out]`."""
+
+    layout = "fp8"
+
+    def prepare(self, weight: Tensor) -> PreparedWeight:
+        parts = [quantize_fp8(part) for part in _parts(weight)]
+        data, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return PreparedWeight(data, "fp8", weight.shape[0], weight.shape[1], weight.dtype, {"scale": scale})
+
+    def restore(self, weight: PreparedWeight) -> Tensor:
+        return (weight.data.float() * weight.aux["scale"][:, None]).to(weight.dtype)
+
+    def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        numbers, scale = quantize_fp8(x)
+        out = F.linear(numbers.float(), weight.data.float()) * scale[..., None] * weight.aux["scale"]
+        return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+class Int8Linear(QuantizedLinear):
+    """The layout `int8`: data int8 `[out, in]`, aux `scale` float32 `[out]`."""
+
+    layout = "int8"
+
+    def prepare(self, weight: Tensor) -> PreparedWeight:
+        parts = [quantize_int8(part) for part in _parts(weight)]
+        data, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return PreparedWeight(data, "int8", weight.shape[0], weight.shape[1], weight.dtype, {"scale": scale})
+
+    def restore(self, weight: PreparedWeight) -> Tensor:
+        out = torch.empty(weight.data.shape, dtype=weight.dtype, device=weight.data.device)
+        return torch.mul(weight.data, weight.aux["scale"][:, None], out=out)
+
+
+class Int4Linear(QuantizedLinear):
+    """The layout `int4`: data uint8 `[out, in / 2]`, aux `scale` and `offset` `[in / group, out]` of the dtype."""
+
+    layout = "int4"
+
+    def prepare(self, weight: Tensor) -> PreparedWeight:
+        group = int4_group(weight.shape[1])
+        packed = []
+        for part in _parts(weight):
+            numbers, scale, offset = quantize_int4(part, group)
+            packed.append((pack_int4(numbers), scale, offset))
+        data, scale, offset = (torch.cat(t, dim) for t, dim in zip(zip(*packed, strict=True), (0, 1, 1), strict=True))
+        aux = {"scale": scale, "offset": offset}
+        return PreparedWeight(data, "int4", weight.shape[0], weight.shape[1], weight.dtype, aux)
+
+    def restore(self, weight: PreparedWeight) -> Tensor:
+        scale, offset = (weight.aux[name].T.float()[..., None] for name in ("scale", "offset"))
+        numbers = unpack_int4(weight.data).float().unflatten(1, (scale.shape[1], -1))
+        return (numbers * scale + offset).flatten(1).to(weight.dtype)
+
+
+# Below 0: never chosen for a weight that nobody asked to quantise.
+for _backend in (Fp8Linear(), Int8Linear(), Int4Linear()):
+    registry.register("linear", _backend.layout, _backend, priority=-20)

@@ -1,0 +1,108 @@
+"""Kernels of quantised weights against the plain back ends of the same layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.ops.linear import prepare_linear, reader_of
+from phalanx.ops.quantized import LAYOUTS, Fp8Linear, Int4Linear, Int8Linear, quantize_fp8
+from phalanx.ops.triton import quantized_linear
+from phalanx.ops.triton.quantized_linear import TritonFp8, TritonInt4, TritonInt8, quantize_rows, restore_int4
+from tests.ops.triton import attention_case  # noqa: F401  (completes the interpreter)
+
+BACKENDS = {
+    "fp8": (TritonFp8(), Fp8Linear()),
+    "int8": (TritonInt8(), Int8Linear()),
+    "int4": (TritonInt4(), Int4Linear()),
+}
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs begin as NaN, where they can."""
+    empty = torch.empty
+
+    def made(*args: object, **kwargs: object) -> Tensor:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
+
+    monkeypatch.setattr(torch, "empty", made)
+
+
+@pytest.fixture
+def exact_rounding(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations are quantised in plain PyTorch where the interpreter would cut numbers off to fp8."""
+    if kernel_device.type == "cpu":
+        monkeypatch.setattr(quantized_linear, "quantize_rows", quantize_fp8)
+
+
+@pytest.mark.usefixtures("exact_rounding")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features"), [(1, 40, 64), (3, 17, 256), (17, 33, 320), (40, 16, 192)]
+)
+def test_few_rows_equal_the_plain_back_end(
+    layout: str, dtype: torch.dtype, rows: int, out_features: int, in_features: int, kernel_device: torch.device
+) -> None:
+    kernel, plain = BACKENDS[layout]
+    weight = (drawn(out_features, in_features, dtype=dtype) / in_features**0.5).to(kernel_device)
+    x = drawn(rows, in_features + 16, dtype=dtype).to(kernel_device)[:, :in_features]
+    bias = drawn(out_features, dtype=dtype).to(kernel_device)
+    prepared = plain.prepare(weight)
+    for shift in (None, bias):
+        wide = replace(prepared, dtype=torch.float32)
+        wanted = plain.apply(x.float(), wide, None if shift is None else shift.float())
+        assert error(kernel.apply(x, prepared, shift), wanted) < 1e-2
+
+
+@pytest.mark.parametrize("width", [40, 5000])
+def test_rows_are_quantised_as_in_plain_pytorch(width: int, kernel_device: torch.device) -> None:
+    x = drawn(3, width).to(kernel_device)
+    x[1] = 0
+    numbers, scale = quantize_rows(x)
+    wanted, wanted_scale = quantize_fp8(x)
+    torch.testing.assert_close(scale, wanted_scale)
+    # The interpreter cuts off what a GPU rounds to the nearest.
+    bound = 0.1 if kernel_device.type == "cpu" else 1e-6
+    assert error(numbers.float() * scale[:, None], wanted.float() * wanted_scale[:, None]) < bound
+
+
+def test_a_weight_of_four_bits_is_restored(kernel_device: torch.device) -> None:
+    prepared = Int4Linear().prepare(drawn(37, 320).to(kernel_device))
+    assert error(restore_int4(prepared), Int4Linear().restore(prepared)) < 5e-3
+
+
+@pytest.mark.usefixtures("exact_rounding")
+def test_many_rows_and_none(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_linear, "WEIGHT_ONLY_ROWS", 2)
+    monkeypatch.setattr(quantized_linear, "FP8_ROWS", 2)
+    for layout, (kernel, plain) in BACKENDS.items():
+        # Not a multiple of 16, so that fp8 takes the way without the library's scaled product.
+        prepared = plain.prepare(drawn(17, 64).to(kernel_device))
+        x = drawn(3, 2, 64).to(kernel_device)
+        found = kernel.apply(x, prepared, None)
+        assert found.shape == (3, 2, 17) and error(found, plain.apply(x, prepared, None)) < 1e-2, layout
+        assert kernel.apply(x[:0], prepared, None).shape == (0, 2, 17)
+    with pytest.raises(ValueError, match=r"takes \[\.\.\., 64\] of torch.bfloat16; x is \(3, 2, 63\)"):
+        BACKENDS["fp8"][0].apply(drawn(3, 2, 63), prepared, None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gpu_reads_the_layouts_by_kernels(layout: str) -> None:
+    device = torch.device("cuda")
+    assert type(reader_of(layout, device, torch.bfloat16)) is type(BACKENDS[layout][0])
+    assert type(reader_of(layout, device, torch.float32)) is type(BACKENDS[layout][1])
+    assert type(prepare_linear(drawn(4, 64), layout=layout).backend) is type(BACKENDS[layout][1])
