@@ -81,7 +81,7 @@ def test_zeros_and_nothing(layout: str) -> None:
 
 
 def test_groups_of_int4() -> None:
-    assert [int4_group(size) for size in (4096, 14336, 576, 1536, 192, 64)] == [128, 128, 32, 128, 32, 32]
+    assert [int4_group(size) for size in (4096, 14336, 8320, 576, 2048, 64)] == [128, 128, 64, 32, 32, 32]
     with pytest.raises(ValueError, match="multiple of 64; this one has 96"):
         prepare_linear(torch.zeros(4, 96), layout="int4")
 

@@ -3,7 +3,8 @@
 - ``fp8``: e4m3 numbers with a scale for each output; activations are quantised the same way with a scale for each
   token, whatever their number, so that a token's result does not depend on how many stand beside it.
 - ``int8``: whole numbers from -127 to 127 with a scale for each output; activations stay as they are.
-- ``int4``: numbers from 0 to 15 with a scale and an offset for each group of 128 (64, 32) inputs of an output.
+- ``int4``: numbers from 0 to 15 with a scale and an offset for each group of inputs of an output: 128 (64, 32 where
+  that does not divide them), and 32 for weights of few inputs, since small models lose most.
 
 Looking up and restoring give what the numbers stand for, which is near the original weight but not equal to it.
 """
@@ -20,6 +21,8 @@ from phalanx.ops.linear import PreparedWeight
 LAYOUTS = ("fp8", "int8", "int4")
 FP8_MAX = 448.0
 GROUPS = (128, 64, 32)
+# Weights with fewer inputs than this have the smallest groups.
+WIDE = 2304
 # Parts of a group's range that are tried: leaving out the ends makes steps finer for the rest.
 RANGES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
 # Elements that are quantised at a time, so that what comes between stays small beside a weight.
@@ -80,7 +83,7 @@ def unpack_int4(data: Tensor) -> Tensor:
 
 def int4_group(in_features: int) -> int:
     """The inputs that share a scale. ValueError for a number of inputs that no group divides."""
-    for group in GROUPS:
+    for group in GROUPS if in_features >= WIDE else GROUPS[-1:]:
         if in_features % (2 * group) == 0:
             return group
     raise ValueError(
