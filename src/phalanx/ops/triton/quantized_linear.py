@@ -32,7 +32,9 @@ WEIGHT_ONLY_ROWS = 128
 def tile_for(rows: int, out_features: int, in_features: int, processors: int) -> Tile:
     """The sizes that read a weight of a byte [out_features, in_features] fast for so many rows."""
     columns = 64 if out_features >= 64 * 3 * processors else 32 if out_features >= 32 * processors else 16
-    return Tile(columns, inner_step(in_features, 256 if rows <= 32 else 128), 4, 5, min(2048, power_below(in_features)))
+    # A line of the cache holds 128 weights: less is not worth a prefetch.
+    prefetch = min(2048, power_below(in_features)) if in_features >= 128 else 0
+    return Tile(columns, inner_step(in_features, 256 if rows <= 32 else 128), 4, 5, prefetch)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

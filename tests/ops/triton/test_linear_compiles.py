@@ -1,0 +1,88 @@
+"""The kernels of matrix products compile for a Hopper GPU, in the sizes that the rules choose for real models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import triton.compiler
+from phalanx.ops.triton import grouped, grouped_kernels, invariant, linear, linear_kernels
+from phalanx.ops.triton import quantized_kernels, quantized_linear
+from tests.ops.triton.ahead_of_time import compile_for_hopper
+
+# Sizes and addresses are multiples of 16, as they are for real models: only then are loads wide and run ahead.
+plain = triton.compiler.ASTSource
+def aligned(fn, signature, constexprs):
+    names = [n for n in fn.arg_names if signature[n] != "constexpr" and n not in ("m", "slots", "tiles")]
+    return plain(fn=fn, signature=signature, constexprs=constexprs,
+                 attrs={(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n in names})
+triton.compiler.ASTSource = aligned
+
+done = set()
+def compiled(kernel, types, warps, stages, **constants):
+    key = (kernel, str(types), warps, stages, str(constants))
+    if key in done:
+        return
+    done.add(key)
+    types = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    used = compile_for_hopper(kernel, types, constants, warps, stages)
+    print(kernel.fn.__name__, warps, stages, constants, used)
+    if used.shared > 232448 or used.spilled > 64:
+        raise SystemExit("more shared memory than a program can have, or registers spilled")
+
+def of(dtype, *names, **others):
+    return {name: "*" + dtype for name in names} | {name: "*" + other for name, other in others.items()}
+
+bf16 = of("bf16", "x", "w", "bias", "y")
+SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (1024, 2048)]
+for n, k in SHAPES:
+    common = dict(BIASED=False, PDL=True)
+    for rows in (1, 8, 64):
+        tile = linear.tile_for(rows, n, k, 132)
+        constants = common | dict(GATED=False, EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
+        constants |= dict(PREFETCH=tile.prefetch, STEP=64)
+        if rows == 1:
+            compiled(linear_kernels.one_row_kernel, bf16, tile.warps, 3, STAGES=tile.stages, **constants)
+        else:
+            compiled(linear_kernels.few_rows_kernel, bf16, tile.warps, tile.stages, BLOCK_M=max(16, rows), **constants)
+        tile = quantized_linear.tile_for(rows, n, k, 132)
+        constants = common | dict(BLOCK_M=max(16, rows), BLOCK_N=tile.columns, PREFETCH=tile.prefetch)
+        kernel = quantized_kernels.quantized_rows_kernel
+        even = dict(EVEN_K=True, BLOCK_K=tile.inner)
+        fp8 = of("fp8e4nv", "x", "w", x_scale="fp32", scale="fp32", bias="bf16", y="bf16")
+        compiled(kernel, fp8, tile.warps, tile.stages, FP8=True, **even, **constants)
+        int8 = bf16 | of("fp32", "scale") | of("bf16", "x_scale", w="i8")
+        compiled(kernel, int8, tile.warps, tile.stages, FP8=False, **even, **constants)
+        int4 = bf16 | of("bf16", "scale", "offset", w="u8")
+        few = dict(warps=4, stages=5) if rows <= 16 else dict(warps=8, stages=4)
+        constants["BLOCK_M"] = min(32, constants["BLOCK_M"])
+        compiled(quantized_kernels.int4_rows_kernel, int4, few["warps"], few["stages"], GROUP=128, **constants)
+quantized = of("bf16", "x", numbers="fp8e4nv", scales="fp32")
+compiled(quantized_kernels.quantize_rows_kernel, quantized, 4, 3, BLOCK=4096, PDL=True)
+compiled(quantized_kernels.restore_int4_kernel, of("bf16", "scale", "offset", "out", w="u8"), 4, 3,
+         GROUP=128, BLOCK_N=32, NATIVE=True)
+
+places = of("i32", "order", "tile_expert", "tile_first", "tile_end")
+compiled(grouped_kernels.place_kernel, places | of("i64", "ids"), 4, 3, EXPERTS=128, BINS=128, BLOCK_M=16, CHUNK=1024)
+for slots in (8, 512, 8192, 65536):
+    tile = grouped.tile_for(slots, 128, 2)
+    compiled(grouped_kernels.grouped_kernel, bf16 | places, tile.warps, tile.stages, PER_ROW=8, EVEN_K=True,
+             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
+compiled(grouped_kernels.combine_kernel, of("bf16", "found", "out", weights="fp32"), 4, 3, PER_TOKEN=8, BLOCK=1024)
+for dtype, size, stages in (("bf16", 2, 4), ("fp32", 4, 2)):
+    compiled(invariant.invariant_kernel, of(dtype, "x", "w", "bias", "y"), 4, stages, LEAVES=8, BIASED=True,
+             BLOCK_M=invariant.BLOCK_M, BLOCK_N=invariant.BLOCK_N, BLOCK_K=invariant.BLOCK_K[size])
+"""
+
+
+@pytest.mark.slow
+def test_main_variants_compile() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(["src", "."])
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
