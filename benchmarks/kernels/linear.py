@@ -30,7 +30,7 @@ from phalanx.ops.quantized import LAYOUTS, quantize_fp8
 from phalanx.ops.triton.grouped import GroupedExperts
 from phalanx.ops.triton.invariant import partial as partial_sum
 from phalanx.ops.triton.invariant import tree_sum
-from phalanx.ops.triton.linear import Tile, few_rows, tile_for
+from phalanx.ops.triton.linear import Tile, one_row, tile_for
 from phalanx.ops.triton.quantized_linear import few_rows as quantized_rows
 from phalanx.ops.triton.quantized_linear import quantize_rows
 from phalanx.ops.triton.support import multiprocessors
@@ -59,13 +59,6 @@ ONE_ROW = (
     Tile(4, 2048, 8, 1, 2048),
     Tile(4, 1024, 4, 4, 1024),
 )
-FEW_ROWS = (
-    Tile(16, 256, 4, 4, 1024),
-    Tile(16, 256, 2, 4, 1024),
-    Tile(32, 256, 4, 4, 1024),
-    Tile(64, 128, 4, 4, 1024),
-)
-MORE_ROWS = (Tile(32, 128, 4, 4, 1024), Tile(64, 128, 4, 4, 1024), Tile(128, 64, 4, 4, 512))
 QUANTIZED = (Tile(16, 256, 4, 5, 2048), Tile(32, 256, 4, 5, 2048), Tile(64, 256, 4, 4, 2048), Tile(64, 128, 4, 5, 1024))
 QUANTIZED_SHAPES = ("8b qkv", "8b o", "8b gate_up", "8b down")
 EXPERTS = {"mixtral, half as wide": (8, 2, 2048, 7168), "qwen3 30b-a3b": (128, 8, 2048, 768)}
@@ -124,9 +117,8 @@ def check_linear() -> list[Row]:
     found: list[Row] = []
     # Then torch.empty is filled with NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for case in [(1, 4096, 4096), (1, 37, 200), (8, 1000, 576), (17, 64, 14336), (64, 37, 72)]:
-        attempt(found, "linear", shape_of(*case), partial(_linear_error, *case, gated=False))
-        attempt(found, "gated", shape_of(*case), partial(_linear_error, *case, gated=True))
+    for case in [(1, 4096, 4096), (1, 37, 200), (1, 1000, 576), (1, 64, 14336)]:
+        attempt(found, "linear", shape_of(*case), partial(_linear_error, *case))
     torch.use_deterministic_algorithms(False)
     return found
 
@@ -135,15 +127,11 @@ def shape_of(rows: int, out_features: int, in_features: int) -> Row:
     return {"shape": f"{out_features}x{in_features}", "rows": rows}
 
 
-def _linear_error(rows: int, out_features: int, in_features: int, gated: bool) -> Row:
+def _linear_error(rows: int, out_features: int, in_features: int) -> Row:
     x = torch.randn(rows, in_features + 8, device="cuda", dtype=torch.bfloat16)[:, :in_features]
-    weight = torch.randn(2 * out_features, in_features, device="cuda", dtype=torch.bfloat16) * in_features**-0.5
-    bias = torch.randn(2 * out_features, device="cuda", dtype=torch.bfloat16)
-    wanted = x.double() @ weight.double().T
-    if gated:
-        gate, up = wanted.chunk(2, -1)
-        return {"error": relative(few_rows(x, weight, None, True), F.silu(gate) * up)}
-    return {"error": relative(few_rows(x, weight, bias), wanted + bias.double())}
+    weight = torch.randn(out_features, in_features, device="cuda", dtype=torch.bfloat16) * in_features**-0.5
+    bias = torch.randn(out_features, device="cuda", dtype=torch.bfloat16)
+    return {"error": relative(one_row(x, weight, bias), x.double() @ weight.double().T + bias.double())}
 
 
 def walk(function: Callable[[Any], Any], weights: Sequence[Any], size: int) -> Row:
@@ -164,16 +152,12 @@ def time_linear(names: Sequence[str], counts: Sequence[int]) -> list[Row]:
             x = torch.randn(rows, in_features, device="cuda", dtype=torch.bfloat16)
             row = {"shape": name, "rows": rows}
             attempt(found, "cublas", row, partial(walk, partial(F.linear, x), weights, size))
-            if rows > 64:
+            if rows > 1:
                 continue
-            tiles = ONE_ROW if rows == 1 else FEW_ROWS if rows <= 32 else MORE_ROWS
-            rule = tile_for(rows, out_features, in_features, multiprocessors(x.device))
-            for tile in dict.fromkeys((rule, *tiles)):
+            rule = tile_for(out_features, in_features, multiprocessors(x.device))
+            for tile in dict.fromkeys((rule, *ONE_ROW)):
                 label = f"{'rule ' if tile == rule else ''}{'/'.join(map(str, tile))}"
-                attempt(found, label, row, partial(walk, partial(few_rows, x, bias=None, tile=tile), weights, size))
-            if "gate_up" in name:
-                fused = partial(few_rows, x, bias=None, gated=True)
-                attempt(found, "gated, one kernel", row, partial(walk, fused, weights, size))
+                attempt(found, label, row, partial(walk, partial(one_row, x, bias=None, tile=tile), weights, size))
         del weights
         torch.cuda.empty_cache()
     return found

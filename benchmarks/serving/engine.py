@@ -22,9 +22,9 @@ from typing import Any
 STARTED = time.perf_counter()
 
 import torch  # noqa: E402
-
 from benchmarks.serving.limits import Costs, Limits, StepShape, least_seconds, measure  # noqa: E402
 from benchmarks.serving.shapes import SHAPES  # noqa: E402
+
 from phalanx import LLM, SamplingParams  # noqa: E402
 from phalanx.bench.machine import machine  # noqa: E402
 from phalanx.engine.staging import Readback  # noqa: E402

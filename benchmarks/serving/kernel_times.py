@@ -1,6 +1,6 @@
 """Where the time of a decode step or of a prefill goes: the GPU's kernels, by name.
 
-    python benchmarks/serving/kernel_times.py --shape llama-8b --batch 64 --context 1024
+python benchmarks/serving/kernel_times.py --shape llama-8b --batch 64 --context 1024
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.serving.shapes import SHAPES
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.serving.shapes import SHAPES
 from phalanx import LLM, SamplingParams
 
 

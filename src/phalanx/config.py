@@ -56,6 +56,12 @@ class EngineConfig(BaseModel):
     """Layout of the weights of attention and MLP projections; head, embeddings and norms stay as they are. "fp8" also
     quantises what is multiplied with them. None serves all weights in ``dtype``."""
 
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """"fp8" keeps keys and values as float8_e4m3fn, unscaled, in half the memory; "auto" in the model's dtype."""
+    batch_invariant: bool = False
+    """A request's tokens do not depend on what stands beside it, its chunks or the number of ranks, bit for bit; slower
+    on a GPU. On the CPU nothing changes: there what stands beside a request never matters."""
+
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens of one KV block."""
     num_blocks: int | None = Field(default=None, ge=2)

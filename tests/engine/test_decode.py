@@ -94,3 +94,32 @@ def test_nothing_is_compiled_or_allocated_once_it_runs(
     answers(llm, [prompt[::-1] for prompt in prompts])
     assert not compiled
     assert torch.cuda.memory_stats()["num_device_alloc"] == segments
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_do_not_depend_on_batch_chunks_or_graphs(
+    make_llm: Callable[..., LLM], prompts: list[list[int]], dtype: str
+) -> None:
+    invariant: dict[str, Any] = {"dtype": dtype, "batch_invariant": True, "num_blocks": 400, "prefix_cache": False}
+    alone = make_llm(max_num_seqs=1, max_num_batched_tokens=7, loop="plain", cuda_graphs=False, **invariant)
+    expected = [answers(alone, [prompt])[0] for prompt in prompts]
+    together = make_llm(max_num_seqs=12, loop="async", **invariant)
+    params = [SETTINGS[0]] * len(prompts)
+    assert [output.outputs[0].token_ids for output in together.generate(prompts, params)] == expected
+
+
+def test_an_fp8_cache_takes_half_the_memory_and_answers_nearly_alike(
+    make_llm: Callable[..., LLM], prompts: list[list[int]]
+) -> None:
+    narrow, full = (make_llm(kv_cache_dtype=kind, dtype="bfloat16") for kind in ("fp8", "auto"))
+    storages = [llm.engine.runner.storage for llm in (narrow, full)]
+    assert storages[0] is not None and storages[1] is not None
+    assert 2 * storages[0].block_bytes == storages[1].block_bytes
+    logprobs = [
+        llm.generate(prompts[-1], SamplingParams(max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs
+        for llm in (narrow, full)
+    ]
+    values = [torch.tensor([next(iter(entry.values())) for entry in found[1:]]) for found in logprobs if found]
+    difference = (values[0] - values[1]).abs()
+    assert 0 < float(difference.mean()) < 0.2

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from phalanx.config import ConfigError, engine_config
 from phalanx.distributed.group import SoloGroup
+from phalanx.engine.build import build_engine
 from phalanx.layout.partition import Block, Partition
 from phalanx.models.experts import Experts
 from phalanx.models.layers import Embedding, Linear, Placement, PreparedParameter, Unembedding, as_prepared
 from phalanx.ops.linear import linear, restore_weight
 from phalanx.ops.quantized import LAYOUTS, quantize_int8
+from phalanx.weights import WeightError
+from tests.models.tiny import llama, llama_config
 
+IDS = [3, 4, 5, 6, 7, 8]
 CPU = torch.device("cpu")
 
 
@@ -72,3 +79,30 @@ def test_refusals() -> None:
         Experts(placement("int4"), 2, 1, True, 64, 64, True, lambda x: x)
     with pytest.raises(ConfigError, match="quantization"):
         engine_config(quantization="int3")
+
+
+@pytest.fixture(scope="module")
+def small_llama() -> Any:
+    """Widths that int4 takes."""
+    return llama(llama_config(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_quantised_model_answers_nearly_the_same_and_is_saved_as_it_is(
+    layout: str, small_llama: Any, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"num_blocks": 8, "max_model_len": 32}
+    plain = build_engine(small_llama, **settings).put([0], [IDS])
+    engine = build_engine(small_llama, quantization=layout, **settings)
+    found = engine.put([0], [IDS])
+    assert {engine.model.layers[0].finalized()[n].layout for n in ("qkv", "attn_out", "mlp_1", "mlp_2")} == {layout}
+    assert engine.model.outer.word_emb.layout not in LAYOUTS
+    assert 0 < float((found - plain).norm() / plain.norm()) < 0.3
+    engine.serialize(str(tmp_path))
+    assert torch.equal(build_engine(tmp_path, **settings).put([0], [IDS]), found)
+    assert torch.equal(build_engine(tmp_path, quantization=layout, **settings).put([0], [IDS]), found)
+    other = next(name for name in LAYOUTS if name != layout)
+    with pytest.raises(
+        WeightError, match=f"serialised with quantization='{layout}', this engine has quantization='{other}'"
+    ):
+        build_engine(tmp_path, quantization=other, **settings)

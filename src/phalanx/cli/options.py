@@ -46,6 +46,16 @@ class EngineOptions:
     load_format: Annotated[
         str | None, _engine("--load-format", help="auto, or dummy: random weights of the config's shapes. \\[auto]")
     ] = None
+    quantization: Annotated[
+        str | None, _engine("--quantization", help="fp8, int8 or int4 weights of the projections. \\[none]")
+    ] = None
+    kv_cache_dtype: Annotated[
+        str | None, _engine("--kv-cache-dtype", help="auto, or fp8: keys and values in half the memory. \\[auto]")
+    ] = None
+    batch_invariant: Annotated[
+        bool, _engine("--batch-invariant", help="The same tokens whatever stands beside a request, bit for bit.")
+    ] = False
+    no_cuda_graphs: Annotated[bool, _engine("--no-cuda-graphs", help="Launch every step's kernels one by one.")] = False
     block_size: Annotated[int | None, _engine("--block-size", help="Tokens of a KV block. \\[16]")] = None
     num_blocks: Annotated[int | None, _engine("--num-blocks", help="KV blocks, instead of a size. \\[measured]")] = None
     kv_cache_memory: Annotated[
@@ -88,6 +98,10 @@ class EngineOptions:
             "device": self.device,
             "num_threads": self.threads,
             "load_format": self.load_format,
+            "quantization": self.quantization,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "batch_invariant": True if self.batch_invariant else None,
+            "cuda_graphs": False if self.no_cuda_graphs else None,
             "block_size": self.block_size,
             "num_blocks": self.num_blocks,
             "kv_cache_memory": None if self.kv_cache_memory is None else parse_size(self.kv_cache_memory),

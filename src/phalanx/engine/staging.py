@@ -68,7 +68,7 @@ class Readback:
         self._done = done
 
     def wait(self) -> list[Tensor]:
-        """The tensors in the host's memory, as they were when the copy was started; waits for nothing launched later."""
+        """The tensors in the host's memory, as they were when the copy started; waits for nothing launched later."""
         if self._done is not None:
             self._done.synchronize()
         return self._tensors

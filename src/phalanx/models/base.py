@@ -82,7 +82,7 @@ class TransformerModel(Traits):
         self.group = group
         self.device = device_of(engine_config, group)
         self.dtype = self._dtype()
-        self.placement = Placement(group, self.device, self.dtype, dict(engine_config.ops))
+        self.placement = Placement.of(engine_config, group, self.device, self.dtype)
         self.check_traits()
         self.norm = self.make_norm_layer()
         self.qkv = self.make_qkv_layer()
@@ -216,7 +216,7 @@ class TransformerModel(Traits):
 
     def kv_cache_spec(self, layer: int) -> KVCacheSpec:
         """What a layer keeps of a token on this rank."""
-        return KVCacheSpec(self.local_heads[1], self.head_dim, self.dtype, self.window(layer))
+        return KVCacheSpec(self.local_heads[1], self.head_dim, self.placement.kv_dtype, self.window(layer))
 
     @cached_property
     def kv_groups(self) -> list[KVGroup]:

@@ -14,16 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.config import EngineConfig
 from phalanx.distributed.group import Group
 from phalanx.layout.partition import Block, Partition, local_shape, shard_into
 from phalanx.models.parameter import InferenceParameter
 from phalanx.ops import registry
 from phalanx.ops.batch import RaggedBatch
-from phalanx.ops.linear import PreparedWeight, embedding_lookup, linear, prepare_linear
+from phalanx.ops.linear import (
+    PreparedWeight,
+    TreeBackend,
+    embedding_lookup,
+    linear,
+    prepare_linear,
+    wide_linear,
+)
 from phalanx.ops.quantized import LAYOUTS as QUANTIZED_LAYOUTS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What a checkpoint's tensors may be; anything else would need its scales."""
+
+INVARIANT_OPS = {"attention": "triton_invariant", "linear": "invariant"}
+"""What batch invariance asks for on a GPU."""
 
 QueryKeyStep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """What is done to queries and keys before rope: [T, heads, head_dim] each -> the same."""
@@ -37,10 +48,12 @@ class Placement:
         device, dtype: of parameters and activations.
         forced: op -> implementation name.
         quantization: the layout of the projections' weights, as in EngineConfig; None leaves them as they are.
+        kv_dtype: of cached keys and values; None: as activations.
+        batch_invariant: only products and attention whose results for a row do not depend on others.
 
     Raises:
         ValueError: an unknown op, or an implementation that is unknown or not for this device and dtype; a forced
-            linear layer together with quantization, or one that quantises.
+            linear layer together with quantization, or one that quantises; one that contradicts batch invariance.
     """
 
     def __init__(
@@ -50,10 +63,21 @@ class Placement:
         dtype: torch.dtype,
         forced: dict[str, str],
         quantization: str | None = None,
+        kv_dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.group = group
         self.device = device
         self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
+        self.batch_invariant = batch_invariant
+        if batch_invariant and quantization is not None:
+            raise ValueError(f"batch_invariant is not there for quantization={quantization!r}: leave out one of them")
+        if batch_invariant and device.type == "cuda":
+            against = {op: name for op, name in forced.items() if INVARIANT_OPS.get(op, name) != name}
+            if against:
+                raise ValueError(f"batch_invariant chooses {INVARIANT_OPS}, but ops force {against}: leave out one")
+            forced = {**forced, **INVARIANT_OPS}
         self.forced = forced
         self.quantization = quantization
         for name in forced:
@@ -69,6 +93,12 @@ class Placement:
                 f"ops linear={linear_layer!r} would quantise every weight: use quantization, which leaves head and "
                 "embeddings as they are"
             )
+
+    @classmethod
+    def of(cls, config: EngineConfig, group: Group, device: torch.device, dtype: torch.dtype) -> Placement:
+        """As an engine's settings say."""
+        kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+        return cls(group, device, dtype, dict(config.ops), config.quantization, kv_dtype, config.batch_invariant)
 
     def cut(self, value: Any, partition: Partition, dtype: torch.dtype | None = None) -> Tensor:
         """This rank's part of a full tensor (or lazy file tensor), in the model's dtype, on its device.
@@ -118,6 +148,19 @@ class Linear:
         self.in_features = in_features
         self.out_features = out_features
         self.is_row = partition.kind == "row"
+        if self.is_row and placement.batch_invariant and placement.device.type == "cuda":
+            self._check_equal_shares()
+
+    def _check_equal_shares(self) -> None:
+        """Sums over ranks are those of one rank only where all ranks hold equal parts of them."""
+        size = self.placement.group.size
+        shape = (self.out_features, self.in_features)
+        shares = {local_shape(self.partition, shape, rank, size)[1] for rank in range(size)}
+        if size > 1 and (len(shares) > 1 or size not in (2, 4, 8) or self.in_features % 8):
+            raise ValueError(
+                f"batch_invariant: {self.in_features} inputs of a row-cut weight over {size} ranks give parts of "
+                f"{sorted(shares)}: it needs 2, 4 or 8 ranks, equal parts and a multiple of 8"
+            )
 
     def transform(self, value: Any) -> InferenceParameter | None:
         """A weight [out, in] or bias [out], whole or as its parts in block order -> this rank's; None stays None.
@@ -171,8 +214,14 @@ class Linear:
         shift = None if bias is None else bias.data
         if not self.is_row or self.placement.group.size == 1:
             return linear(x, as_prepared(weight), shift)
-        total = self.placement.group.all_reduce(linear(x, as_prepared(weight)))
+        total = self._sum_over_ranks(x, as_prepared(weight))
         return total if shift is None else total + shift
+
+    def _sum_over_ranks(self, x: Tensor, weight: PreparedWeight) -> Tensor:
+        group, backend = self.placement.group, weight.backend
+        if not self.placement.batch_invariant or not isinstance(backend, TreeBackend):
+            return group.all_reduce(linear(x, weight))
+        return backend.join(group.all_gather(backend.part(x, weight, group.size)[None])).to(x.dtype)
 
 
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
@@ -281,14 +330,15 @@ class Attention:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale, self.window, self.soft_cap = scale, window, soft_cap
         self.interleaved_rope = interleaved_rope
-        attention = placement.op("attention", needs=frozenset(() if key_bias is None else ("key_bias",)))
+        narrow = frozenset(("fp8_kv",) if placement.kv_dtype != placement.dtype else ())
+        attention = placement.op("attention", needs=narrow | (frozenset() if key_bias is None else {"key_bias"}))
         # Implementations without the feature need not know its argument.
         self._attention: Callable[..., Tensor] = (
             attention if key_bias is None else partial(attention, key_bias=key_bias)
         )
-        self._rope_write: Callable[..., Tensor] = placement.op("rope_write_kv")
+        self._rope_write: Callable[..., Tensor] = placement.op("rope_write_kv", needs=narrow)
         # Where another implementation would have to step in for the norms, they are better left to themselves.
-        self.fuses_norms = self._rope_write is placement.op("rope_write_kv", needs=frozenset(("qk_norm",)))
+        self.fuses_norms = self._rope_write is placement.op("rope_write_kv", needs=narrow | {"qk_norm"})
 
     def __call__(
         self,
@@ -384,7 +434,7 @@ class Unembedding:
 
     def __call__(self, x: Tensor, weight: InferenceParameter, bias: InferenceParameter | None = None) -> Tensor:
         """x [R, hidden] -> float32 [R, vocab_size], equal on every rank."""
-        logits = linear(x, as_prepared(weight), None if bias is None else bias.data).float()
+        logits = wide_linear(x, as_prepared(weight), None if bias is None else bias.data).float()
         return self.placement.group.all_gather(logits, -1, self._sizes)
 
 

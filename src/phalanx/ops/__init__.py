@@ -16,5 +16,8 @@ from phalanx.ops import rope as rope
 from phalanx.ops import sampling as sampling
 from phalanx.ops import step_inputs as step_inputs
 
+if _torch.version.cuda is not None:
+    from phalanx.ops import cuda as cuda
+
 if _torch.version.cuda is not None and _find_spec("triton") is not None:
     from phalanx.ops import triton as triton

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from phalanx.ops import registry
-from phalanx.ops.activation import gated_activation
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +59,25 @@ class LinearBackend(Protocol):
         """The original weight `[out, in]`, exactly."""
 
 
+@runtime_checkable
+class WideBackend(Protocol):
+    """A linear back end that can give the sums that it has, in float32."""
+
+    def apply_wide(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        """x `[..., in]` -> float32 `[..., out]`."""
+
+
+@runtime_checkable
+class TreeBackend(Protocol):
+    """A linear back end whose sums over ranks are those of one rank."""
+
+    def part(self, x: Tensor, weight: PreparedWeight, ranks: int) -> Tensor:
+        """float32 [..., out]: this rank's part of a product whose K is shared by `ranks` in equal parts."""
+
+    def join(self, parts: Tensor) -> Tensor:
+        """parts [ranks, ...] of all ranks, in their order -> their sum."""
+
+
 def reader_of(layout: str, device: torch.device, dtype: torch.dtype, forced: str | None = None) -> LinearBackend:
     """The best back end that multiplies with weights in `layout`, or the one named `forced`.
 
@@ -101,16 +119,13 @@ def linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None = None) -> Ten
     return weight.backend.apply(x, weight, bias)
 
 
-def gated_linear(x: Tensor, weight: PreparedWeight, activation: str) -> Tensor:
-    """`gated_activation(linear(x, weight), activation)` of a weight `[2 I, in]` that is gate above up: `[..., I]`."""
-    function = registry.select("gated_linear", device=x.device, dtype=x.dtype)
-    result: Tensor = function(x, weight, activation)
-    return result
-
-
-def reference_gated_linear(x: Tensor, weight: PreparedWeight, activation: str) -> Tensor:
-    """`gated_linear` as the two ops that it is made of."""
-    return gated_activation(linear(x, weight), activation)
+def wide_linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None = None) -> Tensor:
+    """`linear` with a result of float32 (or wider), not rounded to x's dtype on the way where the back end can."""
+    backend = weight.backend
+    if isinstance(backend, WideBackend):
+        return backend.apply_wide(x, weight, bias)
+    out = backend.apply(x, weight, bias)
+    return out.to(torch.promote_types(out.dtype, torch.float32))
 
 
 def embedding_lookup(weight: PreparedWeight, ids: Tensor) -> Tensor:
@@ -140,4 +155,3 @@ class PlainLinear:
 
 
 registry.register("linear", "plain", PlainLinear())
-registry.register("gated_linear", "reference", reference_gated_linear)

@@ -50,9 +50,7 @@ def reference_decode_inputs(
     return DecodeInputs(
         input_ids=torch.where(real, tokens[rows, places], 0),
         seq_lens=(places + 1).to(torch.int32),
-        slot_mapping=tuple(
-            table.gather(1, columns[:, None])[:, 0].long() * block_size + offsets for table in tables
-        ),
+        slot_mapping=tuple(table.gather(1, columns[:, None])[:, 0].long() * block_size + offsets for table in tables),
         block_tables=tables,
     )
 

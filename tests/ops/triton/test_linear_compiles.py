@@ -42,13 +42,11 @@ SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (1024, 2048)]
 for n, k in SHAPES:
     common = dict(BIASED=False, PDL=True)
     for rows in (1, 8, 64):
-        tile = linear.tile_for(rows, n, k, 132)
-        constants = common | dict(GATED=False, EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
-        constants |= dict(PREFETCH=tile.prefetch, STEP=64)
         if rows == 1:
+            tile = linear.tile_for(n, k, 132)
+            constants = common | dict(EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
+            constants |= dict(PREFETCH=tile.prefetch, STEP=64)
             compiled(linear_kernels.one_row_kernel, bf16, tile.warps, 3, STAGES=tile.stages, **constants)
-        else:
-            compiled(linear_kernels.few_rows_kernel, bf16, tile.warps, tile.stages, BLOCK_M=max(16, rows), **constants)
         tile = quantized_linear.tile_for(rows, n, k, 132)
         constants = common | dict(BLOCK_M=max(16, rows), BLOCK_N=tile.columns, PREFETCH=tile.prefetch)
         kernel = quantized_kernels.quantized_rows_kernel

@@ -40,6 +40,13 @@ class GenericModel(TransformerModel):
         self.group = group
         self.device = device_of(engine_config, group)
         self.dtype = self._dtype()
+        for setting in ("quantization", "kv_cache_dtype", "batch_invariant"):
+            given = getattr(engine_config, setting)
+            if given != EngineConfig.model_fields[setting].default:
+                raise ModelConfigError(
+                    f"{setting}={given!r} is there for the families only, not for a model that is served as "
+                    "transformers computes it: leave it out"
+                )
         self.placement = Placement(group, self.device, self.dtype, dict(engine_config.ops))
         self.module = meta_module(config)
         self.asked = what_layers_ask(self.module)

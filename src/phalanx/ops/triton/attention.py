@@ -35,8 +35,8 @@ PREFILL_TILES = {
     4: {256: Tile(16, 32, 8, 2)},
 }
 # Programs of a decode for each multiprocessor, and the fewest keys of a split while the batch alone fills the device.
-DECODE_WAVES = 8
-MIN_SPLIT_KEYS, MIN_SPLIT_KEYS_FULL = 64, 256
+DECODE_WAVES = 16
+MIN_SPLIT_KEYS, MIN_SPLIT_KEYS_FULL = 64, 512
 MAX_SPLITS = 64
 # A sequence of one token that walks no more keys than this is not worth kernels of its own in a mixed batch.
 SHORT_CONTEXT = 512

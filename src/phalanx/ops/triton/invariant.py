@@ -137,6 +137,8 @@ class InvariantLinear(PlainLinear):
     """The weight as it is; a row's result is the same whatever rows stand beside it."""
 
     layout = "plain"
+    part = staticmethod(partial)
+    join = staticmethod(tree_sum)
 
     def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         return product(x, weight.data, bias, leaves_of(weight.in_features), weight.dtype)

@@ -66,7 +66,7 @@ def _run(
         outer_stride = x.stride(0) if x.dim() > 1 else 0
         inner_stride = x.stride(1) if x.dim() == 3 else 0
         padded = triton.next_power_of_2(width)
-        at_once = max(1, min(16, _AT_ONCE // padded)) if rows > 1 else 1
+        at_once = max(1, min(16, _AT_ONCE // padded))
         _norm_kernel[(-(-rows // at_once),)](
             x, residual if residual is not None else x, weight if weight is not None else x,
             bias if bias is not None else x, out, total,
