@@ -67,7 +67,7 @@ def test_every_sampling_setting_has_a_flag():
 def test_flags_mean_what_the_settings_mean():
     assert engine_config(ENGINE.settings()) == EngineConfig(
         tensor_parallel_size=2, dtype="float32", device="cpu", num_threads=1, load_format="dummy",
-        quantization="int8", block_size=4,
+        quantization="int8", kv_cache_dtype="fp8", batch_invariant=True, cuda_graphs=False, block_size=4,
         num_blocks=9, memory_fraction=0.5, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=8,
         prefix_cache=False, loop="async", ops={"attention": "reference"}, plugins=("json",),
     )  # fmt: skip

@@ -337,8 +337,9 @@ class Attention:
             attention if key_bias is None else partial(attention, key_bias=key_bias)
         )
         self._rope_write: Callable[..., Tensor] = placement.op("rope_write_kv", needs=narrow)
-        # Where another implementation would have to step in for the norms, they are better left to themselves.
-        self.fuses_norms = self._rope_write is placement.op("rope_write_kv", needs=narrow | {"qk_norm"})
+        # Where another implementation would have to step in for the norms, they stand alone.
+        fused = next((i for i in registry.implementations("rope_write_kv") if i.function is self._rope_write), None)
+        self.fuses_norms = fused is not None and "qk_norm" in fused.features
 
     def __call__(
         self,

@@ -45,8 +45,14 @@ for n, k in SHAPES:
         if rows == 1:
             tile = linear.tile_for(n, k, 132)
             constants = common | dict(EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
+            constants |= dict(SCALED=False, X_SCALED=False)
             constants |= dict(PREFETCH=tile.prefetch, STEP=64)
-            compiled(linear_kernels.one_row_kernel, bf16, tile.warps, 3, STAGES=tile.stages, **constants)
+            one = linear_kernels.one_row_kernel
+            scales = of("fp32", "x_scale", "scale")
+            compiled(one, bf16 | scales, tile.warps, 3, STAGES=tile.stages, **constants)
+            constants |= dict(SCALED=True, X_SCALED=True)
+            fp8 = of("fp8e4nv", "x", "w", bias="bf16", y="bf16") | scales
+            compiled(one, fp8, tile.warps, 3, STAGES=tile.stages, **constants)
         tile = quantized_linear.tile_for(rows, n, k, 132)
         constants = common | dict(BLOCK_M=max(16, rows), BLOCK_N=tile.columns, PREFETCH=tile.prefetch)
         kernel = quantized_kernels.quantized_rows_kernel

@@ -88,7 +88,6 @@ def test_a_weight_of_four_bits_is_restored(kernel_device: torch.device) -> None:
 @pytest.mark.usefixtures("exact_rounding")
 def test_many_rows_and_none(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_linear, "WEIGHT_ONLY_ROWS", 2)
-    monkeypatch.setattr(quantized_linear, "FP8_ROWS", 2)
     for layout, (kernel, plain) in BACKENDS.items():
         # Not a multiple of 16, so that fp8 takes the way without the library's scaled product.
         prepared = plain.prepare(drawn(17, 64).to(kernel_device))

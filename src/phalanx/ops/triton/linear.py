@@ -56,16 +56,25 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 
 def one_row(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None, tile: Tile | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
+    *,
+    scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`.
 
     Args:
         x: [..., in] of bf16 or fp16 that holds one row.
-        weight: [out, in], rows dense.
+        weight: [out, in], rows dense; of x's dtype, or e4m3 or int8 numbers with a `scale`.
         bias: [out].
         dtype: of the result; x's if None.
         tile: other sizes than those of ``tile_for``.
+        scale: float32 [out], what the numbers of the weight are multiplied by.
+        x_scale: float32 [1], the same for x, which holds e4m3 numbers then.
 
     Returns:
         [..., out], contiguous.
@@ -77,8 +86,9 @@ def one_row(
     out = torch.empty((*x.shape[:-1], out_features), dtype=dtype or x.dtype, device=x.device)
     tile = tile or tile_for(out_features, in_features, multiprocessors(x.device))
     one_row_kernel[(triton.cdiv(out_features, tile.columns),)](
-        row, weight, out if bias is None else bias, out, out_features, in_features, weight.stride(0),
-        BIASED=bias is not None, EVEN_K=in_features % tile.inner == 0, BLOCK_N=tile.columns, BLOCK_K=tile.inner,
+        row, weight, out if x_scale is None else x_scale, out if scale is None else scale,
+        out if bias is None else bias, out, out_features, in_features, weight.stride(0),
+        X_SCALED=x_scale is not None, SCALED=scale is not None, BIASED=bias is not None, EVEN_K=in_features % tile.inner == 0, BLOCK_N=tile.columns, BLOCK_K=tile.inner,
         STAGES=tile.stages, PREFETCH=tile.prefetch, STEP=64, num_warps=tile.warps, **early_launch(x.device),
     )  # fmt: skip
     return out

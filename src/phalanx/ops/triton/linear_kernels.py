@@ -28,11 +28,14 @@ def prefetch(rows, k, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.con
 
 @triton.jit
 def one_row_kernel(
-    x, w, bias, y, n, k, w_stride,
-    BIASED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, PREFETCH: tl.constexpr, STEP: tl.constexpr,
+    x, w, x_scale, scale, bias, y, n, k, w_stride,
+    X_SCALED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """x [k] -> y [n] by fp32 multiply-adds; grid (cdiv(n, BLOCK_N),)."""
+    """x [k] -> y [n] by fp32 multiply-adds; grid (cdiv(n, BLOCK_N),).
+
+    SCALED: w holds e4m3 or int8 numbers, scale [n] what they are multiplied by. X_SCALED: x holds e4m3 numbers.
+    """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < n
     rows = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
@@ -53,6 +56,10 @@ def one_row_kernel(
             row = tl.load(x + at, mask=at < k, other=0.0).to(tl.float32)[None, :]
         acc += part.to(tl.float32) * row
     total = tl.sum(acc, 1)
+    if SCALED:
+        total *= tl.load(scale + columns, mask=inside, other=0.0)
+    if X_SCALED:
+        total *= tl.load(x_scale)
     if BIASED:
         total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + columns, total.to(y.dtype.element_ty), mask=inside)

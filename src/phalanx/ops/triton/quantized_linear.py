@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from phalanx.ops import registry
 from phalanx.ops.linear import PreparedWeight
 from phalanx.ops.quantized import Fp8Linear, Int4Linear, Int8Linear
-from phalanx.ops.triton.linear import Tile, inner_step, power_below, supports
+from phalanx.ops.triton.linear import Tile, inner_step, one_row, power_below, supports
 from phalanx.ops.triton.quantized_kernels import (
     int4_rows_kernel,
     quantize_rows_kernel,
@@ -22,11 +22,9 @@ from phalanx.ops.triton.quantized_kernels import (
 )
 from phalanx.ops.triton.support import launches_early, multiprocessors
 
-FP8_ROWS = 64
-"""Rows up to which fp8 products are by own kernels; above, by the library's scaled product."""
-
 WEIGHT_ONLY_ROWS = 128
-"""Rows up to which int8 and int4 weights are widened in registers; above, once, before the library's product."""
+"""Rows up to which int8 and int4 weights are widened in registers; above, once, before the library's product. And rows
+of fp8 up to which own kernels stand in where the library's scaled product takes no such shape."""
 
 
 def tile_for(rows: int, out_features: int, in_features: int, processors: int) -> Tile:
@@ -109,9 +107,12 @@ class TritonFp8(Fp8Linear):
         if not rows.shape[0] or not weight.out_features or not weight.in_features:
             return super().apply(x, weight, bias)
         numbers, scale = quantize_rows(rows)
-        if rows.shape[0] <= FP8_ROWS:
+        aligned = weight.dtype == torch.bfloat16 and weight.in_features % 16 == 0 and weight.out_features % 16 == 0
+        if rows.shape[0] == 1:
+            out = one_row(numbers, weight.data, bias, weight.dtype, scale=weight.aux["scale"], x_scale=scale)
+        elif not aligned and rows.shape[0] <= WEIGHT_ONLY_ROWS:
             out = few_rows(numbers, weight, bias, scale)
-        elif weight.dtype == torch.bfloat16 and weight.in_features % 16 == 0 and weight.out_features % 16 == 0:
+        elif aligned:
             out = torch._scaled_mm(
                 numbers,
                 weight.data.T,
@@ -159,7 +160,10 @@ def _is_few(x: Tensor, weight: PreparedWeight) -> bool:
 
 
 def _weight_only(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
-    return few_rows(dense_rows(x, weight), weight, bias).view(*x.shape[:-1], weight.out_features)
+    rows = dense_rows(x, weight)
+    if rows.shape[0] == 1 and weight.layout == "int8":
+        return one_row(rows, weight.data, bias, scale=weight.aux["scale"]).view(*x.shape[:-1], weight.out_features)
+    return few_rows(rows, weight, bias).view(*x.shape[:-1], weight.out_features)
 
 
 @functools.cache
