@@ -86,11 +86,27 @@ def one_row(
     out = torch.empty((*x.shape[:-1], out_features), dtype=dtype or x.dtype, device=x.device)
     tile = tile or tile_for(out_features, in_features, multiprocessors(x.device))
     one_row_kernel[(triton.cdiv(out_features, tile.columns),)](
-        row, weight, out if x_scale is None else x_scale, out if scale is None else scale,
-        out if bias is None else bias, out, out_features, in_features, weight.stride(0),
-        X_SCALED=x_scale is not None, SCALED=scale is not None, BIASED=bias is not None, EVEN_K=in_features % tile.inner == 0, BLOCK_N=tile.columns, BLOCK_K=tile.inner,
-        STAGES=tile.stages, PREFETCH=tile.prefetch, STEP=64, num_warps=tile.warps, **early_launch(x.device),
-    )  # fmt: skip
+        row,
+        weight,
+        out if x_scale is None else x_scale,
+        out if scale is None else scale,
+        out if bias is None else bias,
+        out,
+        out_features,
+        in_features,
+        weight.stride(0),
+        X_SCALED=x_scale is not None,
+        SCALED=scale is not None,
+        BIASED=bias is not None,
+        EVEN_K=in_features % tile.inner == 0,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.inner,
+        STAGES=tile.stages,
+        PREFETCH=tile.prefetch,
+        STEP=64,
+        num_warps=tile.warps,
+        **early_launch(x.device),
+    )
     return out
 
 

@@ -30,7 +30,8 @@ def prefetch(rows, k, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.con
 def one_row_kernel(
     x, w, x_scale, scale, bias, y, n, k, w_stride,
     X_SCALED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """x [k] -> y [n] by fp32 multiply-adds; grid (cdiv(n, BLOCK_N),).
 
