@@ -92,6 +92,9 @@ class EngineConfig(BaseModel):
 
     ops: dict[str, str] = Field(default_factory=dict)
     """Forced back ends, ``{"attention": "reference"}``; see ``phalanx.ops.registry``."""
+    all_reduce: Literal["nccl", "shared_memory"] = "nccl"
+    """Between GPUs: "shared_memory" adds up small tensors by a kernel that reads the other GPUs' memory, where all are
+    in one machine and see each other; large ones go through NCCL."""
     plugins: tuple[str, ...] = ()
     """Modules that every rank imports before the model is built: they declare policies or register back ends."""
     collective_timeout: float = Field(default=60.0, gt=0)

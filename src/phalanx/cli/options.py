@@ -79,6 +79,9 @@ class EngineOptions:
     loop: Annotated[
         str | None, _engine("--loop", help="plain, async or auto: plain on the CPU, async on a GPU. \\[auto]")
     ] = None
+    all_reduce: Annotated[
+        str | None, _engine("--all-reduce", help="nccl, or shared_memory: between the GPUs of a machine. \\[nccl]")
+    ] = None
     op: Annotated[
         list[str], _engine("--op", metavar="OP=NAME", help="Force an op's back end: attention=reference. Repeatable.")
     ] = field(default_factory=list)
@@ -111,6 +114,7 @@ class EngineOptions:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "prefix_cache": False if self.no_prefix_cache else None,
             "loop": self.loop,
+            "all_reduce": self.all_reduce,
             "ops": dict(_pair("--op", text) for text in self.op) or None,
             "plugins": tuple(self.plugin) or None,
         }

@@ -40,7 +40,8 @@ class ProcessGroup(Group):
 
     `device`: where this rank's tensors are; it decides between gloo and NCCL. `timeout`: seconds that a collective may
     take. `start_timeout`: seconds to wait for the other ranks to appear. `name`: the same on all ranks; groups of one
-    name that follow each other on one store do not mix. Raises GroupError if the group does not form.
+    name that follow each other on one store do not mix. `shared_memory`: small tensors on GPUs are added up over memory
+    that the GPUs share, where they can. Raises GroupError if the group does not form.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ProcessGroup(Group):
         timeout: float = 60.0,
         start_timeout: float = 120.0,
         name: str = "group",
+        shared_memory: bool = False,
     ) -> None:
         self.rank = rendezvous.rank
         self.size = rendezvous.size
@@ -73,7 +75,8 @@ class ProcessGroup(Group):
         except RuntimeError as error:
             self._fail("connecting", str(error))
             raise GroupError(self._fault) from error
-        self._shared = self._shared_memory(device)
+        if shared_memory:
+            self._shared = self._shared_memory(device)
 
     def _shared_memory(self, device: torch.device) -> SymmetricMemory | None:
         """What adds up small tensors faster than NCCL; None where the GPUs do not see each other's memory."""

@@ -133,7 +133,8 @@ class DecodeStep:
                 self.compute_padding(size)
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool)
+                # Other threads, NCCL's own among them, may talk to the GPU meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     decoded = self.compute(size)
                 finally:

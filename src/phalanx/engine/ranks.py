@@ -86,7 +86,8 @@ def join(place: Rendezvous, config: EngineConfig) -> Group:
     """This process's place in the group."""
     cuda = config.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
-    return ProcessGroup(place, device, timeout=config.collective_timeout)
+    shared = config.all_reduce == "shared_memory"
+    return ProcessGroup(place, device, timeout=config.collective_timeout, shared_memory=shared)
 
 
 def set_threads(config: EngineConfig, ranks: int) -> None:

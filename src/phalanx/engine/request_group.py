@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.engine.outputs import Chunk, CompletionOutput, RequestOutput
-from phalanx.engine.sequence import Request
+from phalanx.engine.sequence import Request, Status
 
 
 class RequestGroup:
@@ -29,7 +29,11 @@ class RequestGroup:
 
     @property
     def finished(self) -> bool:
-        return all(request.is_finished for request in self.requests)
+        # Asked of every request in every step: a loop costs a third of a generator.
+        for request in self.requests:  # noqa: SIM110
+            if request.status is not Status.FINISHED:
+                return False
+        return True
 
     def output(self) -> RequestOutput:
         """All answers as far as they are."""
