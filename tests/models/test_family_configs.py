@@ -123,7 +123,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {SLIDING: {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}},
         "rope type 'dynamic' in some layers beside another",
     ),
-    ("stablelm:plain", {"quantization_config": {"quant_method": "awq"}}, "packed by 'awq'"),
+    (
+        "stablelm:plain",
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "'bitsandbytes' is not read; known are fp8",
+    ),
 ]
 
 

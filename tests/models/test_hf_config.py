@@ -139,7 +139,7 @@ def test_configs_that_are_none(values: dict[str, Any], message: str) -> None:
         ("vocab_size", -1, "vocab_size must be at least 1, the config says -1"),
         ("rms_norm_eps", "tiny", "rms_norm_eps='tiny': expected a number"),
         ("dtype", "int8", "dtype 'int8' is not one of"),
-        ("quantization_config", {"quant_method": "awq"}, "checkpoints packed by 'awq' are not supported"),
+        ("quantization_config", {"quant_method": "bitsandbytes"}, "'bitsandbytes' is not read; known are fp8"),
     ],
 )
 def test_impossible_values_are_named(name: str, value: Any, message: str) -> None:

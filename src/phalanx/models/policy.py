@@ -15,6 +15,7 @@ from phalanx.models.parameter import DeclarationError
 from phalanx.models.serialized import restore_parameters
 from phalanx.weights import WeightError, WeightSource
 from phalanx.weights.heap import give_back_freed_memory
+from phalanx.weights.quantized import unpacked
 
 if TYPE_CHECKING:
     from phalanx.models.base import TransformerModel
@@ -98,7 +99,8 @@ class InferencePolicy:
             given = "both" if source is not None else "neither"
             raise ValueError(f"{type(self).__name__} takes a weight source or an inference checkpoint, given {given}")
         self.model_config = model_config
-        self.source = source
+        packing = model_config.get("quantization_config")
+        self.source = None if source is None else unpacked(source, packing)
         self.inference_checkpoint = inference_checkpoint
 
     def build_model(self, engine_config: EngineConfig, group: Group) -> TransformerModel:

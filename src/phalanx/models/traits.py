@@ -13,6 +13,8 @@ from torch import Tensor
 from phalanx.models.hf_config import HFConfig, ModelConfigError
 from phalanx.models.rope import RopeSettings, rope_settings
 from phalanx.ops.activation import check_activation
+from phalanx.weights import WeightError
+from phalanx.weights.quantized import check_packing
 
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
 
@@ -237,8 +239,10 @@ class Traits:
         """
         packed = self.config.get("quantization_config")
         if packed:
-            method = packed.get("quant_method") if isinstance(packed, dict) else packed
-            raise ModelConfigError(f"quantization_config: checkpoints packed by {method!r} are not supported")
+            try:
+                check_packing(packed)
+            except WeightError as error:
+                raise ModelConfigError(str(error)) from None
         check_activation(self.activation)
         for name in SIZES:
             if getattr(self, name) < 1:
