@@ -161,7 +161,7 @@ def test_begin_reports_every_problem_at_once() -> None:
         "file b is absent",
         "missing: model.layers.0.q",
         "missing: model.layers.1.experts.1.w",
-        "not expected: model.layers.1.b: the config says that the model has none",
+        "not expected: model.layers.1.b: a trait of the model says that there is none",
         "unknown tensor 'extra': it is neither under model.layers.<layer> nor known outside the layers; "
         "known: model.embed.weight, model.layers.norm.weight",
         "unknown tensor 'model.layers.0.norm.weihgt': Plain has no rule for it; nearest: norm.weight",

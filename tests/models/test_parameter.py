@@ -248,7 +248,11 @@ MISUSE: list[tuple[Callable[[], None], type[Exception], str]] = [
     (set_twice, ValueError, r"Pair\.first was set already: a tensor is set once"),
     (set_after_finalize, ValueError, r"One\.params was set already"),
     (set_after_settling, ValueError, r"WithBias\.bias came too late: it was settled as absent"),
-    (set_what_the_model_lacks, ValueError, r"Maybe\.params was given, but the config says that the model has none"),
+    (
+        set_what_the_model_lacks,
+        ValueError,
+        r"Maybe\.params was given, but a trait of the model says that there is none",
+    ),
     (set_none, ValueError, r"One\.params was given None: leave an absent dependency out"),
     (set_list_itself, ValueError, r"Stack\.experts is a list: set its entries by index"),
     (set_entry(0, times=2), ValueError, r"Stack\.experts\[0\] was set already"),

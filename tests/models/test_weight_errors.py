@@ -105,7 +105,7 @@ def wrong_shape(folder: Path) -> str:
 def unexpected_bias(folder: Path) -> str:
     name = "model.layers.1.mlp.down_proj.bias"
     add(folder, name, torch.zeros(48))
-    return f"not expected: {name}: the config says that the model has none"
+    return f"not expected: {name}: a trait of the model says that there is none"
 
 
 def truncated(folder: Path) -> str:

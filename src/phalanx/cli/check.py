@@ -61,13 +61,19 @@ def check(
 def compare(
     model: str, *, random: bool, tokens: int, tp: list[int], seed: int, plugins: list[str], progress: Any = print
 ) -> dict[str, Any]:
-    """What ``check`` finds: ``weights`` ("real" or "random"), ``model_type`` and ``comparisons``."""
+    """What ``check`` finds: ``weights`` ("real" or "random"), ``model_type``, ``served_by`` (the policy's name) and
+    ``comparisons``.
+
+    Raises ConfigError where plugins are given and none of them, nor anything else, declares the model's type.
+    """
     import torch
 
     from phalanx.cli.running import fetched
-    from phalanx.config import engine_config
+    from phalanx.config import ConfigError, engine_config
     from phalanx.engine.check import check_model, random_reference
     from phalanx.engine.opened_model import OpenedModel, load_policies
+    from phalanx.models.generic import GenericPolicy
+    from phalanx.models.policy import policy_for
 
     load_policies(engine_config(plugins=tuple(plugins)))
     from phalanx.engine.opened_model import locate
@@ -75,6 +81,12 @@ def compare(
     path = locate(fetched(model, progress)) or Path(model)
     folder = path.parent if path.name == "config.json" else path
     opened = OpenedModel(str(folder))
+    policy = policy_for(opened.config)
+    if plugins and issubclass(policy, GenericPolicy):
+        raise ConfigError(
+            f"{', '.join(plugins)} declares no model of the type {opened.config['model_type']!r}: correct `model_types` "
+            "of its policy, or leave out --plugin to check the generic path"
+        )
     patterns = ("*.safetensors", "*.bin", "*.gguf")
     has_weights = folder.is_file() or any(any(folder.glob(pattern)) for pattern in patterns)
     generator = torch.Generator().manual_seed(seed)
@@ -91,6 +103,7 @@ def compare(
         comparisons = check_model(reference, source, ids, tp_sizes=tp, progress=progress)
     return {
         "model_type": opened.config["model_type"],
+        "served_by": policy.__name__,
         "weights": "random" if random or not has_weights else "real",
         "comparisons": comparisons,
     }
@@ -134,11 +147,15 @@ def _print(found: dict[str, Any]) -> None:
             cells.append(f"[{colour}]{point.relative:.1e}[/{colour}]")
         table.add_row(name, *cells)
     console = Console()
-    console.print(f"{found['model_type']}, {found['weights']} weights, against transformers in float32")
+    console.print(
+        f"{found['model_type']}, served by {found['served_by']}, {found['weights']} weights, against transformers in "
+        "float32"
+    )
     console.print(table)
     first = next((each for each in comparisons if each.first is not None), None)
     if first is None or first.first is None:
-        console.print("[green]Equal at every layer, in every way of serving.[/green]")
+        where = "at every layer" if len(points) > 1 else "in its logits, all that the generic path can show"
+        console.print(f"[green]Equal {where}, in every way of serving.[/green]")
     else:
         at = first.first
         console.print(

@@ -174,5 +174,5 @@ def _absent(container: LayerContainer, coming: set[Target], prefix: str) -> list
                 if not dependency.optional or parameter.required(dependency.name):
                     problems.append(f"missing: {label}")
             elif dependency.optional and parameter.required(dependency.name) is False:
-                problems.append(f"not expected: {label}: the config says that the model has none")
+                problems.append(f"not expected: {label}: a trait of the model says that there is none")
     return problems

@@ -235,7 +235,7 @@ class ParameterBase(ABC):
                 raise ValueError(f"{self.label}.{name} came too late: it was settled as absent, announce it in begin()")
             raise ValueError(f"{self.label}.{name} was set already: a tensor is set once")
         if self.required(name) is False:
-            raise ValueError(f"{self.label}.{name} was given, but the config says that the model has none")
+            raise ValueError(f"{self.label}.{name} was given, but a trait of the model says that there is none")
         self.values[name] = value
         self.complete(name)
 
