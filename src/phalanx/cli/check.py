@@ -84,8 +84,8 @@ def compare(
     policy = policy_for(opened.config)
     if plugins and issubclass(policy, GenericPolicy):
         raise ConfigError(
-            f"{', '.join(plugins)} declares no model of the type {opened.config['model_type']!r}: correct `model_types` "
-            "of its policy, or leave out --plugin to check the generic path"
+            f"{', '.join(plugins)} declares no model of the type {opened.config['model_type']!r}: correct the "
+            "`model_types` of its policy, or leave out --plugin to check the generic path"
         )
     patterns = ("*.safetensors", "*.bin", "*.gguf")
     has_weights = folder.is_file() or any(any(folder.glob(pattern)) for pattern in patterns)

@@ -24,16 +24,17 @@ def _inputs_kernel(
     slot = tl.where(real, slot, 0)
     position = tl.where(real, tl.load(positions + row), 0)
     last = position // BLOCK_SIZE
-    tl.store(input_ids + row, tl.load(tokens + slot * token_stride + position, mask=real, other=0))
+    # Padding reads what is there at the place of slot 0, and drops it.
+    tl.store(input_ids + row, tl.where(real, tl.load(tokens + slot * token_stride + position), 0))
     tl.store(seq_lens + row, (position + 1).to(tl.int32))
-    block = tl.load(table + slot * table_stride + last, mask=real, other=0).to(tl.int64)
+    block = tl.where(real, tl.load(table + slot * table_stride + last), 0).to(tl.int64)
     tl.store(slot_mapping + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
     first = last * 0
     while first <= last:
         column = first + tl.arange(0, CHUNK)
         mask = column <= last
-        value = tl.load(table + slot * table_stride + column, mask=mask & real, other=0)
-        tl.store(found + row * max_blocks + column, value, mask=mask)
+        value = tl.load(table + slot * table_stride + column, mask=mask, other=0)
+        tl.store(found + row * max_blocks + column, tl.where(real, value, 0), mask=mask)
         first += CHUNK
 
 
