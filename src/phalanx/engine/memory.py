@@ -11,6 +11,7 @@ import torch
 
 from phalanx.config import ConfigError
 from phalanx.distributed.group import Group
+from phalanx.engine.decode import decode_sizes
 from phalanx.engine.kv_storage import block_bytes
 from phalanx.engine.runner import Runner
 
@@ -51,8 +52,10 @@ def measured_room(runner: Runner, num_tokens: int, num_seqs: int, group: Group) 
     runner.allocate_kv(1)
     activations = peak_of(lambda: runner.profile(num_tokens, num_seqs), runner.device)
     if runner.device.type == "cuda" and runner.samplers is not None and runner.model.engine_config.cuda_graphs:
-        # Graphs keep their memory, beside what other steps take.
+        # Graphs keep their memory, beside what other steps take; all but the logits is one memory for all of them.
         activations += peak_of(lambda: runner.profile_decode(num_seqs), runner.device)
+        others = sum(decode_sizes(num_seqs)) - num_seqs
+        activations += others * runner.model.vocab_size * torch.float32.itemsize
     room = int(runner.model.engine_config.memory_fraction * (free_bytes(runner.device) - activations))
     # Ranks on one machine share its memory.
     return room // group.size if runner.device.type == "cpu" else room
