@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from phalanx.distributed.group import SoloGroup
 from phalanx.engine.build import build_engine
 from phalanx.layout.partition import Block, Partition
 from phalanx.models.experts import Experts
-from phalanx.models.layers import Embedding, Linear, Placement, PreparedParameter, Unembedding, as_prepared
+from phalanx.models.layers import Embedding, Linear, PreparedParameter, Unembedding, as_prepared
+from phalanx.models.placement import Placement
 from phalanx.ops.linear import linear, restore_weight
 from phalanx.ops.quantized import LAYOUTS, quantize_int8
 from phalanx.weights import WeightError
@@ -106,3 +108,9 @@ def test_a_quantised_model_answers_nearly_the_same_and_is_saved_as_it_is(
         WeightError, match=f"serialised with quantization='{layout}', this engine has quantization='{other}'"
     ):
         build_engine(tmp_path, quantization=other, **settings)
+
+
+def test_batch_invariance_is_refused_where_a_gpu_does_not_keep_it() -> None:
+    on_gpu: Any = SimpleNamespace(quantization=None, batch_invariant=True, device=torch.device("cuda"))
+    with pytest.raises(ValueError, match="batch_invariant is not there for models with experts on a GPU"):
+        Experts(on_gpu, 2, 1, True, 64, 64, True, lambda x: x)

@@ -77,6 +77,7 @@ class ProcessGroup(Group):
             raise GroupError(self._fault) from error
         if shared_memory:
             self._shared = self._shared_memory(device)
+            self.fault_flag = None if self._shared is None else self._shared.fault_flag
 
     def _shared_memory(self, device: torch.device) -> SymmetricMemory | None:
         """What adds up small tensors faster than NCCL; None where the GPUs do not see each other's memory."""

@@ -170,6 +170,11 @@ class SymmetricMemory:
         self._launch(rows, x, residual, weight, normed, new, x.numel(), width, eps, block, True)
         return normed, new
 
+    @property
+    def fault_flag(self) -> Tensor:
+        """int32 [1] on the GPU: not 0 once a kernel has given up waiting."""
+        return self._state[0, :1]
+
     def check(self) -> None:
         """Waits for the GPU. Raises GroupError if a kernel has given up waiting: results since then are wrong."""
         if int(self._state[0, 0]):

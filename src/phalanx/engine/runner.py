@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.distributed.group import GroupError
 from phalanx.engine.decode import DecodeStep, decode_sizes
 from phalanx.engine.kv_storage import KVStorage
 from phalanx.engine.sampler import SampledRows, SamplerTable
@@ -105,8 +106,16 @@ class Runner:
         return self._sampled(self.samplers.sample(logits, step.rows, logit_rows))
 
     def _sampled(self, rows: SampledRows) -> StepResult:
-        on_their_way = self.staging.down(rows.tensors())
-        return StepResult(None, lambda: rows.with_tensors(on_their_way.wait()))
+        fault = self.model.group.fault_flag
+        on_their_way = self.staging.down([*rows.tensors(), *([] if fault is None else [fault])])
+
+        def read() -> SampledRows:
+            found = on_their_way.wait()
+            if fault is not None and bool(found.pop().any()):
+                raise GroupError("an all-reduce over shared memory waited in vain for another rank: its sums are wrong")
+            return rows.with_tensors(found)
+
+        return StepResult(None, read)
 
     def build_batch(self, rows: list[Row], given: list[int] | None) -> tuple[RaggedBatch, np.ndarray[Any, Any]]:
         """The batch of these rows, and for each row of logits the index of the ``rows`` entry that it belongs to.

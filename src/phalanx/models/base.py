@@ -26,11 +26,11 @@ from phalanx.models.layers import (
     Embedding,
     Linear,
     Norm,
-    Placement,
     Unembedding,
     split_sizes,
 )
 from phalanx.models.parameter import DeclarationError, InferenceParameter
+from phalanx.models.placement import Placement
 from phalanx.models.rope import RopeSettings, RotaryEmbedding
 from phalanx.models.traits import Traits
 from phalanx.ops.batch import RaggedBatch
@@ -242,8 +242,6 @@ class TransformerModel(Traits):
 
     def maybe_allocate_kv(self, sequence: SequenceState, num_new_tokens: int, blocks: BlockSource) -> bool:
         """Gives the sequence what ``num_new_tokens`` need; False, with nothing taken, where that is not free."""
-        if num_new_tokens <= self.get_remaining_block_capacity(sequence):
-            return True
         tokens, needed = self.get_kv_requirements(sequence, num_new_tokens, blocks.free_blocks)
         if tokens < num_new_tokens:
             return False

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from phalanx.layout.partition import Block, Partition, copy_part
-from phalanx.models.layers import Linear, Placement, as_prepared, prepared
+from phalanx.models.layers import Linear, as_prepared, prepared
 from phalanx.models.parameter import InferenceParameter
+from phalanx.models.placement import Placement
 from phalanx.ops.linear import linear
 from phalanx.ops.moe import ExpertsBackend, PreparedExperts, route
 
@@ -74,6 +75,8 @@ class Experts:
             raise ValueError(
                 f"quantization={placement.quantization!r} is not there for models with experts: leave it out"
             )
+        if placement.batch_invariant and placement.device.type == "cuda":
+            raise ValueError("batch_invariant is not there for models with experts on a GPU: leave it out")
         self.placement = placement
         self.num_experts, self.per_token, self.normalize = num_experts, per_token, normalize
         block = Block(intermediate_size)

@@ -11,6 +11,8 @@ Looking up and restoring give what the numbers stand for, which is near the orig
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -104,15 +106,16 @@ def _parts(weight: Tensor) -> tuple[Tensor, ...]:
     return weight.split(max(1, CHUNK // max(1, weight.shape[1])))
 
 
-class QuantizedLinear:
+class QuantizedLinear(ABC):
     """What the layouts share. A subclass gives `prepare`, `restore` and, where it has a better way, `apply`."""
 
+    @abstractmethod
     def prepare(self, weight: Tensor) -> PreparedWeight:
-        raise NotImplementedError
+        """weight `[out, in]` in few bits."""
 
+    @abstractmethod
     def restore(self, weight: PreparedWeight) -> Tensor:
         """What the numbers stand for, `[out, in]` of the weight's dtype: near the original, not equal to it."""
-        raise NotImplementedError
 
     def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.restore(weight), bias)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.models.hf_config import ModelConfigError
-from phalanx.models.layers import Placement
+from phalanx.models.placement import Placement
 from phalanx.ops.batch import RaggedBatch
 
 NAME = "phalanx_ragged"

@@ -16,7 +16,7 @@ from phalanx.models.base import TransformerModel, device_of
 from phalanx.models.generic.attention import NAME, LayerAttention, Notes, Ragged, register
 from phalanx.models.hf_config import HFConfig, ModelConfigError
 from phalanx.models.kv_spec import KVCacheSpec
-from phalanx.models.layers import Placement
+from phalanx.models.placement import Placement
 from phalanx.models.rope import RopeSettings
 from phalanx.models.traits import Traits
 from phalanx.ops.batch import RaggedBatch

@@ -13,7 +13,7 @@ from phalanx.distributed.group import SoloGroup
 from phalanx.models.generic.attention import NAME, LayerAttention, Ragged
 from phalanx.models.generic.model import ragged_logits, what_layers_ask
 from phalanx.models.hf_config import ModelConfigError
-from phalanx.models.layers import Placement
+from phalanx.models.placement import Placement
 from phalanx.ops.batch import RaggedBatch
 from phalanx.parallel.small_model import small_model
 
