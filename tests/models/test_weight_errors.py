@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.engine.build import build_engine
 from phalanx.layout import shard_into
-from phalanx.models import InferenceParameter, TransformerModel, layers
+from phalanx.models import InferenceParameter, TransformerModel, placement
 from phalanx.weights import WeightError
 from phalanx.weights.hf_folder import write_hf_folder
 from tests.models.tiny import error, llama, llama_config, reference
@@ -46,7 +46,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(out.shape)
         shard_into(out, *args)
 
-    monkeypatch.setattr(layers, "shard_into", recorded)
+    monkeypatch.setattr(placement, "shard_into", recorded)
     return shapes
 
 
