@@ -195,7 +195,7 @@ def test_bos_is_never_doubled(make_llm: Callable[..., LLM]) -> None:
     template = llm.chat([{"role": "user", "content": "hi"}], max_tokens=1)[0].prompt_token_ids
     assert template[0] == tokenizer.bos_token_id != template[1]
     assert template == tokenizer("<s>[user]hi[assistant]", add_special_tokens=False)["input_ids"]
-    llm._maker.tokenizer = Adding(tokenizer)
+    llm._maker.prompts.tokenizer = Adding(tokenizer)
     for text in ("hi", "<s>hi"):
         ids = llm.generate(text, max_tokens=1)[0].prompt_token_ids
         assert ids == tokenizer("<s>hi", add_special_tokens=False)["input_ids"]

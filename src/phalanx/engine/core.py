@@ -49,6 +49,7 @@ class EngineCore:
         self.asynchronous = asynchronous
         self._flight: Flight | None = None
         self._step_id = 0
+        self.generated_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -167,6 +168,7 @@ class EngineCore:
             self._finish(request, "error")
             return
         request.tokens.append(token)
+        self.generated_tokens += 1
         ends = token in request.stop_ids and request.num_generated > request.params.min_tokens
         # An end token's own text belongs to the answer only where the request says so.
         stop_text = self.on_token(request, token) if not ends or request.params.include_stop else None

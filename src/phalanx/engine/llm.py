@@ -22,6 +22,7 @@ from phalanx.engine.request_group import RequestGroup
 from phalanx.engine.requests import RequestMaker
 from phalanx.engine.sampling_params import SamplingParams, sampling_params
 from phalanx.engine.sequence import Request
+from phalanx.engine.statistics import EngineStatistics
 from phalanx.engine.step import Fail, Return
 
 log = logging.getLogger("phalanx")
@@ -120,7 +121,7 @@ class LLM:
         """
         several = bool(messages) and not isinstance(messages[0], Mapping)
         many: Any = messages if several else [messages]
-        prompts = [self._maker.chat_ids(one, template_options or {}) for one in many]
+        prompts = [self._maker.prompts.chat_ids(one, template_options or {}) for one in many]
         return self.generate(prompts, params, cache_salt=cache_salt, on_finish=on_finish, **overrides)
 
     def stream(
@@ -171,7 +172,7 @@ class LLM:
     def prompt_of(self, prompt: Prompt | Messages, template_options: Mapping[str, Any] | None = None) -> Prompt:
         """The token ids that the chat template makes of a conversation; any other prompt as it is."""
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            return self._maker.chat_ids(prompt, template_options or {})  # type: ignore[arg-type]
+            return self._maker.prompts.chat_ids(prompt, template_options or {})  # type: ignore[arg-type]
         return prompt  # type: ignore[return-value]
 
     def group_of(self, request_id: str) -> RequestGroup:
@@ -199,6 +200,20 @@ class LLM:
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
         return self.core.has_work
+
+    def stats(self) -> EngineStatistics:
+        """What runs, what waits and what the KV pool holds now, and counts since the start."""
+        scheduler, pool = self.core.scheduler, self.engine.kv.pool
+        return EngineStatistics(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_blocks=pool.num_free,
+            total_blocks=pool.num_blocks - 1,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.num_preemptions,
+            generated_tokens=self.core.generated_tokens,
+        )
 
     def serialize(self, folder: str | Path) -> None:
         """Writes the engine as it is served, and the tokenizer beside it: ``LLM(folder)`` reads both again.

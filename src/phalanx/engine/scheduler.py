@@ -7,6 +7,8 @@ request gives its blocks back and is computed anew later; the oldest therefore a
 
 from __future__ import annotations
 
+import time
+
 from phalanx.engine.kv_manager import KVManager
 from phalanx.engine.sequence import Request, Status
 
@@ -27,6 +29,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.prefix_queries = self.prefix_hits = 0
         self._slots = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -126,11 +129,18 @@ class Scheduler:
                 self.kv.free(request)
                 return
             if request.preemptions == 0:
-                request.cached_tokens = request.num_computed
+                self._count_start(request)
             self.waiting.remove(request)
             self._start(request)
             step[request] = count
             budget -= count
+
+    def _count_start(self, request: Request) -> None:
+        request.started_at = time.monotonic()
+        request.cached_tokens = request.num_computed
+        if self.kv.cache is not None:
+            self.prefix_queries += request.num_tokens
+            self.prefix_hits += request.cached_tokens
 
     def _start(self, request: Request) -> None:
         request.slot = self._slots.pop()

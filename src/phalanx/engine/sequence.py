@@ -82,6 +82,7 @@ class Request(Sequence):
         parent: the request whose prompt it shares (n > 1) and waits for.
         arrival: order of arrival, kept through preemption.
         sent_blocks: blocks a KV group that the runners know of; -1 before they know the request at all.
+        started_at: when it first got a place in a step, of ``time.monotonic``; 0 before.
         finish_reason: "stop", "length", "abort" or "error" once it is finished.
     """
 
@@ -101,6 +102,7 @@ class Request(Sequence):
     prompt_logprobs: list[dict[int, float | None] | None] = field(default_factory=list)
     text: Any = None
     cached_tokens: int = 0
+    started_at: float = 0.0
     sent_blocks: int = -1
     preemptions: int = 0
 

@@ -1,0 +1,32 @@
+"""What an engine tells of itself while it runs."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineStatistics(msgspec.Struct, frozen=True, array_like=True):
+    """One moment of a scheduled engine.
+
+    Attributes:
+        running, waiting: requests that have a place in the steps, and that wait for one; each of ``n`` answers counts.
+        free_blocks, total_blocks: KV blocks that can be handed out (those that are merely cached included), and all but
+            the dummy.
+        prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache so far, and found there.
+        preemptions: requests that gave their blocks back so far, to be computed anew.
+        generated_tokens: tokens drawn so far.
+    """
+
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+    generated_tokens: int
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that requests hold, 0 to 1."""
+        return 1.0 - self.free_blocks / self.total_blocks
