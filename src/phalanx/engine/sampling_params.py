@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from phalanx.config import ConfigError, explain
+from phalanx.engine.guides import Guide
 
 MAX_LOGPROBS = 20
 
@@ -60,6 +61,9 @@ class SamplingParams(BaseModel):
     """Go on after the model's own end tokens."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    guide: Guide | None = None
+    """What the answer must look like; its tokens are drawn among those that go on with it. An answer that is complete
+    ends, whatever ``min_tokens`` says; with ``ignore_eos`` only then."""
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
