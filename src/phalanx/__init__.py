@@ -13,6 +13,7 @@ _HOME_OF = {
     "AsyncLLM": "phalanx.engine",
     "DeepSpeedEngine": "phalanx.training.deepspeed",
     "EngineConfig": "phalanx.config",
+    "Guide": "phalanx.engine",
     "InferenceEngine": "phalanx.engine",
     "LLM": "phalanx.engine",
     "Mesh": "phalanx.distributed.mesh",

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.cli.options import EngineOptions, SamplingOptions, parse_size
 from phalanx.config import EngineConfig, engine_config
-from phalanx.engine import SamplingParams
+from phalanx.engine import Guide, SamplingParams
 from phalanx.engine.sampling_params import sampling_params
 
 # Settings that a single command line has no use for.
@@ -53,6 +53,7 @@ SAMPLING = SamplingOptions(
     logprobs=1,
     prompt_logprobs=2,
     keep_special_tokens=True,
+    guide="regex=a=b",
 )
 
 
@@ -63,6 +64,14 @@ def test_every_engine_setting_has_a_flag():
 
 def test_every_sampling_setting_has_a_flag():
     assert set(SAMPLING.settings()) == set(SamplingParams.model_fields)
+
+
+def test_a_guide_may_lie_in_a_file(tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    given = SamplingOptions(guide=f"json_schema=@{tmp_path / 'schema.json'}").settings()
+    assert given == {"guide": {"kind": "json_schema", "text": '{"type": "object"}'}}
+    with pytest.raises(ValueError, match="--guide: .*absent.json cannot be read"):
+        SamplingOptions(guide=f"json_schema=@{tmp_path / 'absent.json'}").settings()
 
 
 def test_flags_mean_what_the_settings_mean():
@@ -76,7 +85,7 @@ def test_flags_mean_what_the_settings_mean():
         max_tokens=5, min_tokens=1, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, n=2, stop=("a", "b"),
         stop_token_ids=(4,), include_stop=True, ignore_eos=True, repetition_penalty=1.1, presence_penalty=0.1,
         frequency_penalty=0.2, logit_bias={5: -1.5}, bad_words=("x",), logprobs=1, prompt_logprobs=2,
-        skip_special_tokens=False,
+        skip_special_tokens=False, guide=Guide(kind="regex", text="a=b"),
     )  # fmt: skip
 
 

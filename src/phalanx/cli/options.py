@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -177,6 +178,15 @@ class SamplingOptions:
     keep_special_tokens: Annotated[
         bool, _sampling("--keep-special-tokens", help="Leave special tokens in the text.")
     ] = False
+    guide: Annotated[
+        str | None,
+        _sampling(
+            "--guide",
+            metavar="KIND=TEXT",
+            help="What the answer must look like: json_object, json_schema=SCHEMA, regex=REGEX, grammar=LARK or "
+            "choice=LIST; @FILE for a text in a file.",
+        ),
+    ] = None
 
     def settings(self) -> dict[str, Any]:
         """What was given, as fields of SamplingParams.
@@ -205,6 +215,7 @@ class SamplingOptions:
             "logprobs": self.logprobs,
             "prompt_logprobs": self.prompt_logprobs,
             "skip_special_tokens": False if self.keep_special_tokens else None,
+            "guide": None if self.guide is None else _guide(self.guide),
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -230,6 +241,16 @@ def parse_size(text: str) -> int:
     if match is None or match[1].count(".") > 1 or match[1] == ".":
         raise ValueError(f"{text!r} is not a size: write it like 500M, 2GiB or 1000000")
     return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _guide(given: str) -> dict[str, str]:
+    kind, _, text = given.partition("=")
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--guide: {text[1:]} cannot be read: {error}") from None
+    return {"kind": kind, "text": text}
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from phalanx.engine.async_llm import AsyncLLM
 from phalanx.engine.build import build_engine
+from phalanx.engine.guides import Guide
 from phalanx.engine.inference_engine import InferenceEngine, SchedulingError, SchedulingResult
 from phalanx.engine.llm import LLM
 from phalanx.engine.outputs import Chunk, CompletionOutput, RequestOutput
@@ -12,6 +13,7 @@ __all__ = [
     "AsyncLLM",
     "Chunk",
     "CompletionOutput",
+    "Guide",
     "InferenceEngine",
     "RequestOutput",
     "SamplingParams",

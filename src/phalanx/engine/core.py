@@ -2,20 +2,23 @@
 
 Two loops stand side by side, with the same tokens. The plain one launches a step and reads it. The asynchronous one
 launches step n + 1 before step n is read: input ids come from the device's token table, so only what depends on a
-token's value (stop texts, end tokens) is known a step late, and the overshoot is discarded.
+token's value (stop texts, end tokens) is known a step late, and the overshoot is discarded. What a guided
+answer may go on with depends on its last token too: where a step has such rows, its sampling is launched only when the
+step before is read, while its own forward runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from phalanx.engine.guides import token_masks
 from phalanx.engine.inference_engine import InferenceEngine
 from phalanx.engine.runner import StepResult
 from phalanx.engine.sampler import RowLogprobs
 from phalanx.engine.scheduler import Scheduler
 from phalanx.engine.sequence import Request
-from phalanx.engine.step import LOGITS_ALL, LOGITS_LAST, LOGITS_NONE, Row, Sampler, Step, Write
+from phalanx.engine.step import LOGITS_ALL, LOGITS_LAST, LOGITS_NONE, Masks, Row, Sampler, Step, Write
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,19 @@ class EngineCore:
 
     def _step_plain(self) -> list[Request]:
         flight = self._launch(drained=True)
-        return self._read(flight) if flight is not None else []
+        if flight is None:
+            return []
+        flight, failed = self._sampled(flight)
+        return failed + self._read(flight)
 
     def _step_asynchronous(self) -> list[Request]:
         following = self._launch(drained=self._flight is None)
         finished_flight, self._flight = self._flight, following
-        return self._read(finished_flight) if finished_flight is not None else []
+        touched = self._read(finished_flight) if finished_flight is not None else []
+        if following is not None:
+            self._flight, failed = self._sampled(following)
+            touched += failed
+        return touched
 
     def check_idle(self) -> None:
         """Raises RuntimeError if blocks or requests are left over when nothing runs."""
@@ -107,7 +117,7 @@ class EngineCore:
         scheduled = self.scheduler.schedule(drained)
         if not scheduled:
             return None
-        rows, writes, samplers = [], [], []
+        rows, writes, samplers, masked = [], [], [], False
         for request, count in scheduled.items():
             if request.sent_blocks < 0:
                 request.sent_blocks = 0
@@ -118,7 +128,8 @@ class EngineCore:
             request.num_computed += count
             request.last_step = self._step_id
             request.pending += row.draw
-        step = Step(self._step_id, rows, writes, samplers)
+            masked |= row.draw and request.guide is not None
+        step = Step(self._step_id, rows, writes, samplers, masked=masked)
         self._step_id += 1
         return Flight(step, list(scheduled), self.engine.executor.launch(step))
 
@@ -134,6 +145,21 @@ class EngineCore:
             request.sent_blocks = held
             new = [blocks[sent:] for blocks in request.blocks]
         return Row(request.slot, start, count, logits, draw, request.prompt_len, sent, new)
+
+    def _sampled(self, flight: Flight) -> tuple[Flight, list[Request]]:
+        """The flight with its sampling launched; all tokens before it have been read. And the requests that ended
+        because their guides cannot go on."""
+        if not flight.step.masked:
+            return flight, []
+        places = [
+            place
+            for place, (request, row) in enumerate(zip(flight.requests, flight.step.rows, strict=True))
+            if row.draw and request.guide is not None and not request.is_finished
+        ]
+        matchers = [flight.requests[place].guide for place in places]
+        bits = token_masks(matchers, self.engine.model.vocab_size).tobytes() if matchers else b""
+        ended = [flight.requests[place] for place in places if self._end_by_guide(flight.requests[place])]
+        return replace(flight, result=self.engine.executor.sample(Masks(places, bits))), ended
 
     # -- reading
 
@@ -164,6 +190,9 @@ class EngineCore:
         if token < 0:
             request.error = (
                 "no token can be drawn: the logits are not finite, by the model's weights, this prompt or its settings"
+                if request.guide is None
+                else "no token can be drawn: guide, logit_bias, bad_words and min_tokens together allow none, or the "
+                "logits are not finite"
             )
             self._finish(request, "error")
             return
@@ -172,14 +201,28 @@ class EngineCore:
         ends = token in request.stop_ids and request.num_generated > request.params.min_tokens
         # An end token's own text belongs to the answer only where the request says so.
         stop_text = self.on_token(request, token) if not ends or request.params.include_stop else None
+        if request.guide is not None and not ends:
+            request.guide.advance(token)
         if ends:
             request.stop_reason = token
             self._finish(request, "stop")
         elif stop_text is not None:
             request.stop_reason = stop_text
             self._finish(request, "stop")
+        elif request.guide is not None and self._end_by_guide(request):
+            return
         elif request.num_generated >= request.max_tokens:
             self._finish(request, "length")
+
+    def _end_by_guide(self, request: Request) -> bool:
+        """Ends a request whose guide is complete, or cannot go on; whether it did."""
+        request.error = request.guide.error
+        if request.error is not None:
+            request.error = f"the guide cannot go on: {request.error}"
+            self._finish(request, "error")
+        elif request.guide.complete:
+            self._finish(request, "stop")
+        return request.is_finished
 
     def _finish(self, request: Request, reason: str) -> None:
         self.scheduler.finish(request, reason)
@@ -217,6 +260,7 @@ def sampler_of(request: Request) -> Sampler:
         end_ids=sorted(request.stop_ids),
         logprobs=-1 if params.logprobs is None else params.logprobs,
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        guided=request.guide is not None,
     )
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from phalanx.distributed.group import Group
 from phalanx.engine.runner import Runner, StepResult
-from phalanx.engine.step import Close, Fail, Message, Return, Serialize, Step, decode, encode
+from phalanx.engine.step import Close, Fail, Masks, Message, Return, Serialize, Step, decode, encode
 from phalanx.models.serialized import save_parameters
 
 
@@ -31,6 +31,11 @@ class Executor:
         self.send(step)
         return self.runner.launch(step)
 
+    def sample(self, masks: Masks) -> StepResult:
+        """Starts the sampling of the masked step that was launched last, on every rank."""
+        self.send(masks)
+        return self.runner.sample(masks)
+
     def serialize(self, order: Serialize) -> None:
         """Writes this rank's parameters and has the ranks that only follow write theirs; returns when all have."""
         if not self.spmd:
@@ -52,6 +57,8 @@ class Executor:
             message = decode(self.group.broadcast_bytes())
             if isinstance(message, Step):
                 self.runner.launch(message)
+            elif isinstance(message, Masks):
+                self.runner.sample(message)
             elif isinstance(message, Serialize):
                 self._serialize(message)
             elif isinstance(message, Fail):

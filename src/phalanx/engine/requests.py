@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from phalanx.config import EngineConfig
+from phalanx.engine.guides import GuideCompiler, GuideMatcher
 from phalanx.engine.inference_engine import InferenceEngine
 from phalanx.engine.prompts import PromptReader
 from phalanx.engine.request_group import RequestGroup
@@ -37,6 +38,7 @@ class RequestMaker:
         self._salt = config.cache_salt
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
         self._sequence_ids = itertools.count()
+        self._guides: GuideCompiler | None = None
 
     def make(self, name: str, prompt: str | Sequence[int], params: SamplingParams, cache_salt: str) -> RequestGroup:
         """The ``n`` requests of a prompt; the first computes it, the others share it.
@@ -68,6 +70,7 @@ class RequestMaker:
                     seed=(seed + index) % 2**63,
                     stop_ids=stop_ids,
                     bad_words=bad_words,
+                    guide=self._matcher(params),
                     parent=requests[0] if requests else None,
                     text=self._text(params),
                 )
@@ -84,6 +87,15 @@ class RequestMaker:
                 if possible and ids not in seen:
                     seen.add(ids)
                     yield ids
+
+    def _matcher(self, params: SamplingParams) -> GuideMatcher | None:
+        if params.guide is None:
+            return None
+        if self._guides is None:
+            if self.tokenizer is None:
+                raise ValueError("a guide is about text, and this model has no tokenizer")
+            self._guides = GuideCompiler(self.tokenizer, self.engine.model.vocab_size, self.eos_ids)
+        return self._guides.compile(params.guide).matcher(ends_allowed=not params.ignore_eos)
 
     def _text(self, params: SamplingParams) -> TextStream | None:
         if self._vocabulary is None:

@@ -21,7 +21,7 @@ from phalanx.engine.decode import DecodeStep, decode_sizes
 from phalanx.engine.kv_storage import KVStorage
 from phalanx.engine.sampler import SampledRows, SamplerTable
 from phalanx.engine.staging import Staging
-from phalanx.engine.step import LOGITS_ALL, LOGITS_LAST, LOGITS_NONE, Row, Step
+from phalanx.engine.step import LOGITS_ALL, LOGITS_LAST, LOGITS_NONE, Masks, Row, Step
 from phalanx.models.base import TransformerModel
 from phalanx.ops.batch import RaggedBatch
 
@@ -32,7 +32,8 @@ class StepResult:
 
     Attributes:
         logits: float32 [R, vocab] of a step whose tokens were given, else None.
-        sampled: of any other step, waits for it and gives the drawn tokens and log-probabilities in the host's memory.
+        sampled: of any other step, once its sampling is launched: waits for it and gives the drawn tokens and
+            log-probabilities in the host's memory.
     """
 
     logits: Tensor | None
@@ -66,6 +67,8 @@ class Runner:
         self.samplers = SamplerTable(self.tokens, model.vocab_size, self.staging) if sampling else None
         self.storage: KVStorage | None = None
         self.decode: DecodeStep | None = None
+        # What a masked step has left to sample: its logits, its rows, and which of them each row of logits is of.
+        self._unsampled: tuple[Tensor, list[Row], np.ndarray[Any, Any]] | None = None
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Makes the KV pool, the dummy block included."""
@@ -86,24 +89,38 @@ class Runner:
         """Lets go of tables, KV and parameters: what still refers to the engine does not keep its memory."""
         if self.decode is not None:
             self.decode.release()
-        self.storage = self.decode = None
+        self.storage = self.decode = self._unsampled = None
         self.tokens, self.block_tables = self.tokens[:0].clone(), []
         self.model.release()
 
     def launch(self, step: Step) -> StepResult:
-        """One forward, and the sampling as a launch of its own behind it."""
+        """One forward, and the sampling as a launch of its own behind it; ``sample`` launches that of a masked step."""
         self._apply(step)
+        self._unsampled = None
         if self.samplers is not None and self.decode is not None and step.given is None and self.decode.fits(step.rows):
             count = len(step.rows)
             decoded = self.decode.run(step.rows)
             if self.samplers.all_greedy(step.rows):
                 return self._sampled(SampledRows(list(range(count)), decoded.tokens[:count], None, None))
-            return self._sampled(self.samplers.sample(decoded.logits[:count], step.rows, np.arange(count)))
+            return self._sample(self.samplers, step, decoded.logits[:count], np.arange(count))
         batch, logit_rows = self.build_batch(step.rows, step.given)
         logits = self.model.forward(batch)
         if self.samplers is None or step.given is not None:
             return StepResult(logits, None)
-        return self._sampled(self.samplers.sample(logits, step.rows, logit_rows))
+        return self._sample(self.samplers, step, logits, logit_rows)
+
+    def sample(self, masks: Masks) -> StepResult:
+        """The sampling of the masked step that was launched last."""
+        if self.samplers is None or self._unsampled is None:
+            raise RuntimeError("masks came for a step that does not wait for any")
+        (logits, rows, owner), self._unsampled = self._unsampled, None
+        return self._sampled(self.samplers.sample(logits, rows, owner, masks))
+
+    def _sample(self, samplers: SamplerTable, step: Step, logits: Tensor, owner: np.ndarray[Any, Any]) -> StepResult:
+        if step.masked:
+            self._unsampled = logits, step.rows, owner
+            return StepResult(None, None)
+        return self._sampled(samplers.sample(logits, step.rows, owner))
 
     def _sampled(self, rows: SampledRows) -> StepResult:
         fault = self.model.group.fault_flag
@@ -177,7 +194,9 @@ class Runner:
         batch, logit_rows = self.build_batch(rows, [0] * sum(counts))
         logits = self.model.forward(batch, layers=range(min(num_layers, self.model.num_layers)))
         if self.samplers is not None:
-            self.samplers.sample(logits, rows, logit_rows, worst_case=True)
+            words = -(-self.model.vocab_size // 32)
+            masks = Masks(list(range(num_seqs)), b"\xff" * (4 * words * num_seqs))
+            self.samplers.sample(logits, rows, logit_rows, masks, worst_case=True)
 
     def profile_decode(self, num_seqs: int) -> None:
         """A decode step of padding at its limit."""

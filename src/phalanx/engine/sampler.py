@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.staging import Staging
-from phalanx.engine.step import LOGITS_ALL, Row, Sampler
+from phalanx.engine.step import LOGITS_ALL, Masks, Row, Sampler
 from phalanx.ops.sampling import BadWords, Draw, Penalties, adjust_logits, sample, top_logprobs, uniforms
+from phalanx.ops.token_mask import mask_tokens
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,12 @@ class SamplerTable:
         return not self._not_greedy or self._not_greedy.isdisjoint(row.slot for row in rows)
 
     def sample(
-        self, logits: Tensor, rows: list[Row], owner: np.ndarray[Any, Any], worst_case: bool = False
+        self,
+        logits: Tensor,
+        rows: list[Row],
+        owner: np.ndarray[Any, Any],
+        masks: Masks | None = None,
+        worst_case: bool = False,
     ) -> SampledRows:
         """Draws a token for the last position of each row that says so.
 
@@ -101,6 +107,7 @@ class SamplerTable:
             logits: float32 [R, vocab].
             rows: the step's rows.
             owner: for each of the R, its entry in ``rows``.
+            masks: what some of the rows may draw.
             worst_case: every row uses every feature (to measure memory); settings need not be there.
         """
         draws = np.fromiter((row.draw for row in rows), bool, len(rows))
@@ -116,6 +123,11 @@ class SamplerTable:
             self._bias(settings, ends),
             self._bad_words(settings, slots, ends),
         )
+        if masks is not None and masks.rows:
+            bits = np.frombuffer(masks.bits, np.int32).reshape(len(masks.rows), -1).copy()
+            lines = np.searchsorted(owner[last], masks.rows)
+            # In place unless these are the raw logits, which log-probabilities are of.
+            adjusted = mask_tokens(adjusted.clone() if adjusted is raw else adjusted, *self.staging.up(lines, bits))
         tokens = sample(adjusted, self._draw(settings, ends))
         self.tokens[self._upload(slots), self._upload(ends)] = tokens.clamp_min(0)
         owners = owner[last].tolist()
@@ -248,6 +260,7 @@ def is_greedy(sampler: Sampler) -> bool:
         and sampler.min_tokens == 0
         and sampler.logprobs < 0
         and sampler.prompt_logprobs < 0
+        and not sampler.guided
     )
 
 
@@ -267,4 +280,5 @@ _EVERYTHING = Sampler(
     end_ids=[0],
     logprobs=1,
     prompt_logprobs=-1,
+    guided=True,
 )

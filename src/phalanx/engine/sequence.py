@@ -79,6 +79,7 @@ class Request(Sequence):
         index: which of the ``n`` answers.
         stop_ids: token ids that end it.
         bad_words: token runs that must not come.
+        guide: the GuideMatcher of its tokens so far, where it has to look like something.
         parent: the request whose prompt it shares (n > 1) and waits for.
         arrival: order of arrival, kept through preemption.
         sent_blocks: blocks a KV group that the runners know of; -1 before they know the request at all.
@@ -93,6 +94,7 @@ class Request(Sequence):
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    guide: Any = None
     parent: Request | None = None
     arrival: int = field(default_factory=lambda: next(_arrivals))
     finish_reason: str | None = None

@@ -25,6 +25,7 @@ class Sampler(msgspec.Struct, array_like=True, frozen=True):
     end_ids: list[int]
     logprobs: int
     prompt_logprobs: int
+    guided: bool
 
 
 class Write(msgspec.Struct, array_like=True, frozen=True):
@@ -58,13 +59,27 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
 
 class Step(msgspec.Struct, tag="step", frozen=True):
     """One forward. Its input ids are ``given``, one after the other, and its result are logits; or they come from the
-    token table (``given`` is None), and its rows draw tokens into it."""
+    token table (``given`` is None), and its rows draw tokens into it: at once, or if it is ``masked``, when the Masks
+    follow that say which tokens some of them may draw."""
 
     step_id: int
     rows: list[Row]
     writes: list[Write]
     samplers: list[tuple[int, Sampler]]
     given: list[int] | None = None
+    masked: bool = False
+
+
+class Masks(msgspec.Struct, tag="masks", frozen=True):
+    """Which tokens the last step's rows may draw: the sampling of a ``masked`` step begins with this.
+
+    Attributes:
+        rows: indices of the step's ``rows``, rising; the others are free.
+        bits: int32 [len(rows), ceil(vocab / 32)] row by row; token t is bit t % 32 of number t // 32.
+    """
+
+    rows: list[int]
+    bits: bytes
 
 
 class Return(msgspec.Struct, tag="return", frozen=True):
@@ -91,7 +106,7 @@ class Close(msgspec.Struct, tag="close", frozen=True):
     """The engine ends."""
 
 
-Message = Step | Return | Fail | Serialize | Close
+Message = Step | Masks | Return | Fail | Serialize | Close
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

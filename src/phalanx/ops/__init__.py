@@ -15,6 +15,7 @@ from phalanx.ops import quantized as quantized
 from phalanx.ops import rope as rope
 from phalanx.ops import sampling as sampling
 from phalanx.ops import step_inputs as step_inputs
+from phalanx.ops import token_mask as token_mask
 
 if _torch.version.cuda is not None:
     from phalanx.ops import cuda as cuda

@@ -12,11 +12,13 @@ from phalanx.ops.norm import reference_add_rms_norm, reference_layer_norm, refer
 from phalanx.ops.rope import reference_rope_write_kv
 from phalanx.ops.sampling import reference_draw_greedy
 from phalanx.ops.step_inputs import reference_decode_inputs
+from phalanx.ops.token_mask import reference_mask_tokens
 from phalanx.ops.triton.activation import _KINDS, activation, gated_activation
 from phalanx.ops.triton.greedy import draw_greedy
 from phalanx.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from phalanx.ops.triton.rope import rope_write_kv
 from phalanx.ops.triton.step_inputs import decode_inputs
+from phalanx.ops.triton.token_mask import mask_tokens
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = list(BOUND)
@@ -137,3 +139,19 @@ def test_decode_inputs(kernel_device: torch.device) -> None:
         for row, length in enumerate(expected.seq_lens.tolist()):
             used = slice(0, -(-length // 4))
             assert torch.equal(got.block_tables[group][row, used], expected.block_tables[group][row, used])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [10, 2048, 5001])
+def test_mask_tokens(kernel_device: torch.device, dtype: torch.dtype, vocab: int) -> None:
+    logits = torch.randn(5, vocab, device=kernel_device).to(dtype)
+    rows = torch.tensor([3, 0, 4], device=kernel_device)
+    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), device=kernel_device).to(torch.int32)
+    bits[1] = 0
+    expected = logits.clone()
+    for row, mask in zip(rows.tolist(), bits.tolist(), strict=True):
+        for token in range(vocab):
+            if not (mask[token // 32] >> (token % 32)) & 1:
+                expected[row, token] = float("-inf")
+    assert torch.equal(reference_mask_tokens(logits.clone(), rows, bits), expected)
+    assert torch.equal(mask_tokens(logits, rows, bits), expected)

@@ -11,3 +11,4 @@ from phalanx.ops.triton import norm as norm
 from phalanx.ops.triton import quantized_linear as quantized_linear
 from phalanx.ops.triton import rope as rope
 from phalanx.ops.triton import step_inputs as step_inputs
+from phalanx.ops.triton import token_mask as token_mask
