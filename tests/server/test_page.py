@@ -230,7 +230,7 @@ def test_charts_move_and_pause_while_hidden(page, stub):
     before = throughput.locator("path.first").get_attribute("d")
     histogram = {"time_to_first_token_seconds_sum": 0.5, "time_to_first_token_seconds_count": 2}
     stub.figures = {"generation_tokens_total": 1100, "num_requests_running": 3, "num_requests_waiting": 2, **histogram}
-    expect(page.locator("#chart-queue output")).to_have_text("3 run, 2 wait ")
+    expect(page.locator("#chart-queue output")).to_have_text("3 running, 2 waiting")
     expect(page.locator("#chart-ttft output")).to_have_text("250 ms")
     # 1,000 tokens between two polls a second apart; the newest poll may have seen none.
     top = throughput.locator("div span").first.inner_text()
