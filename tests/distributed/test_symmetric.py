@@ -81,7 +81,7 @@ def test_counts_that_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_with_residual_and_norm(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played(2, monkeypatch)
-    for rows, width in [(1, 300), (4, 64), (3, 1024)]:
+    for rows, width in [(1, 300), (4, 64), (3, 1024), (131, 70)]:
         given = [torch.randn(rows, width, device=DEVICE).to(dtype) for _ in range(2)]
         residual, weight = torch.randn(rows, width, device=DEVICE).to(dtype), torch.randn(width, device=DEVICE)
         normed, new = reference_add_rms_norm(added(given), residual, weight, 1e-5)
@@ -104,11 +104,11 @@ def test_a_rank_that_does_not_come_is_told_of(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Played(2, monkeypatch).ranks[0]
-    for t in (torch.ones(4, 4).T[:, 1:], torch.ones(2, dtype=torch.int64), torch.ones(0), torch.ones(1 << 18)):
+    for t in (torch.ones(4, 4).T[:, 1:], torch.ones(2, dtype=torch.int64), torch.ones(0), torch.ones(1 << 20)):
         assert not memory.fits(t)
         with pytest.raises(ValueError, match="does not fit"):
             memory.all_reduce(t)
-    assert not memory.fits_norm(torch.ones(129, 4))
+    assert memory.fits_norm(torch.ones(129, 4)) and not memory.fits_norm(torch.ones(1, 1 << 15))
     with pytest.raises(ValueError, match="expected a residual like x"):
         memory.all_reduce_add_rms_norm(torch.ones(2, 4), torch.ones(1, 4), torch.ones(4), 1e-5)
     with pytest.raises(ValueError, match="2 to 8 ranks"):

@@ -40,6 +40,13 @@ class Group(ABC):
         same everywhere). Left out: every rank's extent is this rank's. Raises ValueError if `t` does not fit `sizes`.
         """
 
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """``new`` = all_reduce(x) + residual and (the RMSNorm of new, new), [rows, N] each, where that is faster than
+        one after the other; else None. Which of the two depends on shapes, strides and dtypes only."""
+        return None
+
     def reduce_scatter(self, t: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         """This rank's part of the sum of every rank's `t` (same shape and dtype everywhere), cut along `dim`.
 

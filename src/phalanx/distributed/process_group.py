@@ -119,6 +119,14 @@ class ProcessGroup(Group):
             self._run(f"all_reduce of {list(t.shape)}", lambda: self._data.allreduce([out], options))
         return out
 
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        if self._shared is None or not self._shared.fits_norm(x):
+            return None
+        self.check()
+        return self._shared.all_reduce_add_rms_norm(x, residual, weight, eps)
+
     def all_gather(self, t: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         dim, sizes = gather_sizes(self, t, dim, sizes)
         # The back ends gather equal parts: pad to the widest, cut afterwards.

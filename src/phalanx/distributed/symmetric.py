@@ -35,11 +35,11 @@ _LOOKS_PER_SECOND = 1_500_000
 @triton.jit(do_not_specialize=["rank", "patience"])
 def all_reduce_kernel(  # type: ignore[no-untyped-def]
     x, residual, weight, out, total, memories, state, size, row, rank, patience, eps,
-    RANKS: tl.constexpr, PADDED_RANKS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    RANKS: tl.constexpr, PADDED_RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     PROGRAMS: tl.constexpr, PLACE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Program p adds up elements `p * row .. (p + 1) * row` of `size`; with NORM these are a row, normed after the
-    residual is added.
+    """Program p adds up rows `p * ROWS .. (p + 1) * ROWS` of `row` elements each, `size` in all; with NORM each is
+    normed after the residual is added.
 
     memories: int64 [RANKS], addresses of every rank's memory: signals int32 [2, PROGRAMS], places [2, PROGRAMS].
     state: int32 [1 + PROGRAMS, 4] of this rank: whether a wait was given up; for each program which place is next, and
@@ -54,10 +54,12 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     place = 2 * PROGRAMS * 4 + which.to(tl.int64) * PLACE_BYTES
     kind: tl.constexpr = x.dtype.element_ty
 
-    inside = tl.arange(0, BLOCK)
-    column = program.to(tl.int64) * row + inside
-    mask = (inside < row) & (column < size)
-    value = tl.load(x + column, mask=mask, other=0.0)
+    column = tl.arange(0, BLOCK)[None, :]
+    line = tl.arange(0, ROWS)[:, None]
+    inside = line * BLOCK + column
+    element = (program.to(tl.int64) * ROWS + line) * row + column
+    mask = (column < row) & (element < size)
+    value = tl.load(x + element, mask=mask, other=0.0)
     own = tl.multiple_of((tl.load(memories + rank) + place).to(tl.pointer_type(kind)), 16)
     tl.store(own + inside, value, mask=mask)
 
@@ -79,18 +81,18 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
         tl.store(state, 1)
     tl.debug_barrier()
 
-    added = tl.zeros((BLOCK,), tl.float32)
+    added = tl.zeros((ROWS, BLOCK), tl.float32)
     for other in tl.static_range(RANKS):
         theirs = tl.multiple_of((tl.load(memories + other) + place).to(tl.pointer_type(kind)), 16)
         added += tl.load(theirs + inside, mask=mask, other=0.0).to(tl.float32)
     result = added.to(kind)
     if NORM:
-        result = (result.to(tl.float32) + tl.load(residual + column, mask=mask, other=0.0).to(tl.float32)).to(kind)
-        tl.store(total + column, result, mask=mask)
+        result = (result.to(tl.float32) + tl.load(residual + element, mask=mask, other=0.0).to(tl.float32)).to(kind)
+        tl.store(total + element, result, mask=mask)
         wide = result.to(tl.float32)
-        scale = tl.load(weight + inside, mask=mask, other=0.0).to(tl.float32)
-        result = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / row + eps) * scale).to(kind)
-    tl.store(out + column, result, mask=mask)
+        scale = tl.load(weight + column, mask=column < row, other=0.0).to(tl.float32)
+        result = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / row + eps)[:, None] * scale).to(kind)
+    tl.store(out + element, result, mask=mask)
     tl.store(mine + 1 + turn, wanted)
     tl.store(mine, 1 - turn)
 
@@ -111,9 +113,7 @@ class SymmetricMemory:
         GroupError: the memory cannot be shared, on any of the ranks; all of them raise.
     """
 
-    def __init__(
-        self, group: Group, device: torch.device, *, max_bytes: int = 512 << 10, patience: float = 10.0
-    ) -> None:
+    def __init__(self, group: Group, device: torch.device, *, max_bytes: int = 2 << 20, patience: float = 10.0) -> None:
         if not 2 <= group.size <= 8:
             raise ValueError(f"memory is shared by 2 to 8 ranks, the group has {group.size}")
         if not 0 < max_bytes <= 2 * _PROGRAMS * _MAX_ELEMENTS:
@@ -129,7 +129,7 @@ class SymmetricMemory:
 
     def fits_norm(self, x: Tensor) -> bool:
         """Whether ``all_reduce_add_rms_norm`` takes x."""
-        return self.fits(x) and x.dim() == 2 and x.shape[0] <= _PROGRAMS and x.shape[1] <= _MAX_ELEMENTS
+        return self.fits(x) and x.dim() == 2 and _rows_each(x.shape[0]) * _padded(x.shape[1]) <= _MAX_ELEMENTS
 
     def all_reduce(self, t: Tensor) -> Tensor:
         """The sum of every rank's tensor, added up in fp32, in t's dtype; t stays.
@@ -144,7 +144,7 @@ class SymmetricMemory:
         while block * _PROGRAMS < count:
             block *= 2
         out = torch.empty_like(t)
-        self._launch(-(-count // block), t, t, t, out, out, count, block, 0.0, block, False)
+        self._launch(-(-count // block), t, t, t, out, out, count, block, 0.0, 1, block, False)
         return out
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -166,8 +166,9 @@ class SymmetricMemory:
         if weight.shape != (width,) or not weight.is_contiguous():
             raise ValueError(f"expected a contiguous weight [{width}], given {_described(weight)}")
         normed, new = torch.empty_like(x), torch.empty_like(x)
-        block = max(256, triton.next_power_of_2(width))
-        self._launch(rows, x, residual, weight, normed, new, x.numel(), width, eps, block, True)
+        each = _rows_each(rows)
+        programs = -(-rows // each)
+        self._launch(programs, x, residual, weight, normed, new, x.numel(), width, eps, each, _padded(width), True)
         return normed, new
 
     @property
@@ -182,13 +183,22 @@ class SymmetricMemory:
 
     def _launch(
         self, programs: int, x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, size: int,
-        row: int, eps: float, block: int, norm: bool,
+        row: int, eps: float, rows: int, block: int, norm: bool,
     ) -> None:  # fmt: skip
         all_reduce_kernel[(programs,)](
             x, residual, weight, out, total, self._memories, self._state, size, row, self.rank, self._patience, eps,
-            RANKS=self.size, PADDED_RANKS=triton.next_power_of_2(self.size), BLOCK=block, NORM=norm,
-            PROGRAMS=_PROGRAMS, PLACE_BYTES=_PLACE_BYTES, num_warps=max(1, min(16, block // 256)),
+            RANKS=self.size, PADDED_RANKS=triton.next_power_of_2(self.size), ROWS=rows, BLOCK=block,
+            NORM=norm, PROGRAMS=_PROGRAMS, PLACE_BYTES=_PLACE_BYTES, num_warps=max(1, min(16, rows * block // 256)),
         )  # fmt: skip
+
+
+def _rows_each(rows: int) -> int:
+    """Rows of a program, so that there are programs enough."""
+    return int(triton.next_power_of_2(-(-rows // _PROGRAMS)))
+
+
+def _padded(width: int) -> int:
+    return max(256, int(triton.next_power_of_2(width)))
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -33,7 +33,8 @@ def decode_sizes(largest: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a decode step left on the device: float32 logits [size, vocab] and the likeliest tokens, int64 [size]."""
+    """What a decode step left on the device: this rank's float32 logits [size, vocab of the rank] and the likeliest
+    tokens, int64 [size]."""
 
     logits: Tensor
     tokens: Tensor
@@ -110,8 +111,9 @@ class DecodeStep:
             max_query_len=1,
             max_seq_len=self.tokens.shape[1] - 1,
         )
-        logits = self.model.forward(batch)
-        return Decoded(logits, draw_greedy(logits, self.tokens, slots, positions + 1))
+        logits = self.model.forward_local(batch)
+        group, first = self.model.group, self.model.unembed.first
+        return Decoded(logits, draw_greedy(logits, self.tokens, slots, positions + 1, group, first))
 
     def compute_padding(self, size: int) -> Decoded:
         """A step of ``size`` rows of padding, launch by launch: it touches no sequence."""

@@ -72,6 +72,8 @@ class Executor:
             # A rank that is gone needs no goodbye.
             with suppress(RuntimeError):
                 self.send(Close())
+        # NCCL ends only once no graph holds its calls.
+        self.runner.release()
         self.group.close()
 
     def _serialize(self, order: Serialize) -> None:

@@ -198,7 +198,6 @@ class InferenceEngine:
         self.closed = True
         self.executor.close()
         self.team.close()
-        self.runner.release()
 
     def check_open(self) -> None:
         """Raises RuntimeError if the engine was closed."""

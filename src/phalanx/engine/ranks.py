@@ -86,6 +86,9 @@ def join(place: Rendezvous, config: EngineConfig) -> Group:
     """This process's place in the group."""
     cuda = config.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        # Kernels are launched on the current device, wherever their tensors are.
+        torch.cuda.set_device(device)
     shared = config.all_reduce == "shared_memory"
     return ProcessGroup(place, device, timeout=config.collective_timeout, shared_memory=shared)
 

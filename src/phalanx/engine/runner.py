@@ -102,7 +102,9 @@ class Runner:
             decoded = self.decode.run(step.rows)
             if self.samplers.all_greedy(step.rows):
                 return self._sampled(SampledRows(list(range(count)), decoded.tokens[:count], None, None))
-            return self._sample(self.samplers, step, decoded.logits[:count], np.arange(count))
+            return self._sample(
+                self.samplers, step, self.model.unembed.gather(decoded.logits[:count]), np.arange(count)
+            )
         batch, logit_rows = self.build_batch(step.rows, step.given)
         logits = self.model.forward(batch)
         if self.samplers is None or step.given is not None:

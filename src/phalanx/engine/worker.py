@@ -23,8 +23,12 @@ def main(spec: str) -> int:
     opened = OpenedModel(told["model"], told["hf_config"])
     try:
         engine = engine_of_rank(opened, config, Team(group), told["scheduled"])
-        while not isinstance(engine.executor.follow(), Close):
-            pass
+        try:
+            while not isinstance(engine.executor.follow(), Close):
+                pass
+        finally:
+            # NCCL ends only once no graph holds its calls.
+            engine.runner.release()
         group.close()
     except (GroupError, ValueError) as error:
         # Rank 0 meets the same error, or is told of this one; a traceback of each rank would only hide it.

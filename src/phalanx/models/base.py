@@ -21,14 +21,8 @@ from phalanx.layout.partition import Block, Partition, attention_blocks
 from phalanx.models.container import LayerContainer
 from phalanx.models.hf_config import HFConfig, ModelConfigError
 from phalanx.models.kv_spec import KVCacheSpec, KVGroup, kv_groups
-from phalanx.models.layers import (
-    Attention,
-    Embedding,
-    Linear,
-    Norm,
-    Unembedding,
-    split_sizes,
-)
+from phalanx.models.late_sums import sums_may_be_late
+from phalanx.models.layers import Attention, Embedding, Linear, Norm, Unembedding, split_sizes
 from phalanx.models.parameter import DeclarationError, InferenceParameter
 from phalanx.models.placement import Placement
 from phalanx.models.rope import RopeSettings, RotaryEmbedding
@@ -96,6 +90,8 @@ class TransformerModel(Traits):
         self.rotary = self._rotaries()
         steps = type(self).forward_heads is TransformerModel.forward_heads
         self._norms_heads = steps and self.qk_norm and self.norm_type == "rms_norm"
+        if sums_may_be_late(self, TransformerModel):
+            self.norm.late_sums = self.attn_out.late_sum = self.mlp_2.late_sum = True
         self.layers: list[Any] = []
         self.outer: Any = None
         self._kv: list[tuple[Tensor, Tensor]] = []
@@ -277,6 +273,10 @@ class TransformerModel(Traits):
 
         ``layers`` runs some layers only (to measure memory).
         """
+        return self.unembed.gather(self.forward_local(batch, layers))
+
+    def forward_local(self, batch: RaggedBatch, layers: range | None = None) -> Tensor:
+        """The part of the logits that is this rank's: float32 [R, vocab of this rank]."""
         state = self.prepare_batch(batch)
         hidden, residual = self.forward_embed(batch), None
         for layer in layers if layers is not None else range(self.num_layers):
@@ -334,7 +334,7 @@ class TransformerModel(Traits):
         return self.mlp_2(inner, parameters.mlp_2, bias_of(parameters, "mlp_2"))
 
     def forward_unembed(self, hidden: Tensor, residual: Tensor | None, batch: RaggedBatch) -> Tensor:
-        """Final norm and head, of the wanted rows only: float32 [R, vocab_size]."""
+        """Final norm and head, of the wanted rows only: float32 [R, vocab of this rank]."""
         rows = batch.logits_indices
         picked = None if residual is None else residual[rows]
         x, _ = self.norm.add(hidden[rows], picked, self.outer.final_norm, bias_of(self.outer, "final_norm"))

@@ -56,6 +56,8 @@ class Linear:
         self.in_features = in_features
         self.out_features = out_features
         self.is_row = partition.kind == "row"
+        self.late_sum = False
+        """Leave the sum over the ranks to the norm behind (row-cut only); the bias is rank 0's to add then."""
         if self.is_row and placement.batch_invariant and placement.device.type == "cuda":
             self._check_equal_shares()
 
@@ -118,10 +120,13 @@ class Linear:
         return out
 
     def __call__(self, x: Tensor, weight: InferenceParameter, bias: InferenceParameter | None = None) -> Tensor:
-        """x [T, in of this rank] -> [T, out of this rank]; for a row-cut weight the full sum on every rank."""
+        """x [T, in of this rank] -> [T, out of this rank]; for a row-cut weight the full sum on every rank, unless the
+        sum is left to what follows."""
         shift = None if bias is None else bias.data
         if not self.is_row or self.placement.group.size == 1:
             return linear(x, as_prepared(weight), shift)
+        if self.late_sum:
+            return linear(x, as_prepared(weight), shift if self.placement.group.rank == 0 else None)
         total = self._sum_over_ranks(x, as_prepared(weight))
         return total if shift is None else total + shift
 
@@ -174,6 +179,8 @@ class Norm:
         self.kind = kind
         self.eps = eps
         self.offset = offset
+        self.late_sums = False
+        """What ``add`` takes as x is this rank's part of a sum over the ranks."""
         self._norm: Callable[..., Tensor] = placement.op(kind)
         self._add_norm: Callable[..., tuple[Tensor, Tensor]] | None = (
             placement.op("add_rms_norm") if kind == "rms_norm" else None
@@ -206,6 +213,13 @@ class Norm:
         """(norm of x + residual, x + residual); without a residual, (norm of x, x)."""
         if residual is None:
             return self(x, weight, bias), x
+        if self.late_sums:
+            group = self.placement.group
+            if self._add_norm is not None and weight is not None:
+                at_once = group.all_reduce_add_rms_norm(x, residual, weight.data, self.eps)
+                if at_once is not None:
+                    return at_once
+            x = group.all_reduce(x)
         if self._add_norm is not None and weight is not None:
             return self._add_norm(x, residual, weight.data, self.eps)
         total = x + residual
@@ -325,7 +339,7 @@ class Embedding:
 
 
 class Unembedding:
-    """Logits over the vocabulary, which is cut over the ranks and put together on each.
+    """Logits over the vocabulary, which is cut over the ranks.
 
     Args:
         vocab_size, hidden_size: full sizes.
@@ -335,6 +349,8 @@ class Unembedding:
         self.placement = placement
         group = placement.group
         self._sizes = [local_shape(Partition.vocab(), (vocab_size,), rank, group.size)[0] for rank in range(group.size)]
+        self.first = sum(self._sizes[: group.rank])
+        """This rank's first token id."""
 
     def transform(self, value: Any) -> InferenceParameter:
         """A weight [vocab, hidden] or bias [vocab] -> this rank's."""
@@ -342,8 +358,11 @@ class Unembedding:
         return prepared(part, self.placement) if part.dim() == 2 else InferenceParameter(part)
 
     def __call__(self, x: Tensor, weight: InferenceParameter, bias: InferenceParameter | None = None) -> Tensor:
-        """x [R, hidden] -> float32 [R, vocab_size], equal on every rank."""
-        logits = wide_linear(x, as_prepared(weight), None if bias is None else bias.data).float()
+        """x [R, hidden] -> float32 [R, vocab of this rank]."""
+        return wide_linear(x, as_prepared(weight), None if bias is None else bias.data).float()
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Every rank's float32 [R, vocab of the rank] -> [R, vocab_size], equal on every rank."""
         return self.placement.group.all_gather(logits, -1, self._sizes)
 
 

@@ -12,7 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.distributed.group import Group
 from phalanx.ops import registry
+
+PLUS_INFINITY, MINUS_INFINITY = 0x7F800000, -0x7F800001
+"""The upper halves of ``rank_likeliest``'s keys."""
 
 
 @dataclass(frozen=True)
@@ -115,24 +119,53 @@ def sample(logits: Tensor, draw: Draw | None) -> Tensor:
     return torch.where(torch.isfinite(top), tokens, -1)
 
 
-def draw_greedy(logits: Tensor, table: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
+def draw_greedy(
+    logits: Tensor, table: Tensor, slots: Tensor, columns: Tensor, group: Group | None = None, first: int = 0
+) -> Tensor:
     """The likeliest token a row, int64 [R], as ``sample`` gives it; each is also written to its place in a token table.
 
     Args:
-        logits: [R, V].
+        logits: [R, V]; of several ranks, the part of a vocabulary that is this rank's.
         table: int64 [slots, columns], changed in place; a token that is -1 is written as 0. Its last column is never
             read.
         slots: int64 [R], rows of the table; -1: written nowhere that is read.
         columns: int64 [R].
+        group: the ranks that the vocabulary is cut over; each gets the same tokens. None: it is whole.
+        first: this rank's first token id.
     """
-    run = registry.select("draw_greedy", device=logits.device, dtype=logits.dtype)
-    tokens: Tensor = run(logits, table, slots, columns)
+    rank = registry.select("rank_likeliest", device=logits.device, dtype=logits.dtype)
+    take = registry.select("take_likeliest", device=logits.device, dtype=logits.dtype)
+    keys: Tensor = rank(logits, first)
+    if group is not None and group.size > 1:
+        keys = group.all_reduce(keys.amax(-1, keepdim=True), "max")
+    tokens: Tensor = take(keys, table, slots, columns)
     return tokens
 
 
-def reference_draw_greedy(logits: Tensor, table: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
-    """`draw_greedy` in plain PyTorch."""
-    tokens = sample(logits, None)
+def reference_rank_likeliest(logits: Tensor, first: int) -> Tensor:
+    """A row's likeliest token as a number that is the larger, the likelier it is, and of equals the lower its id.
+
+    Args:
+        logits: [R, V] of the ids from ``first`` on.
+
+    Returns:
+        int64 [R, P], the largest of P counts: above, the float32 logit's bits as an integer of the same order (NaN as
+        +inf); below, 2^32 - 1 - id. P is 1 here; others may look at parts of the vocabulary.
+    """
+    if logits.shape[1] == 0:
+        return torch.full((logits.shape[0], 1), -(2**63), dtype=torch.int64, device=logits.device)
+    # Adding 0 makes -0 the 0 that it is equal to.
+    top, place = torch.where(logits.isnan(), float("inf"), logits.float() + 0.0).max(dim=-1)
+    bits = top.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return ((ordered << 32) | (0xFFFFFFFF - (place + first)))[:, None]
+
+
+def reference_take_likeliest(keys: Tensor, table: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
+    """The tokens of ``rank_likeliest``'s keys, -1 where the logit is infinite, written as ``draw_greedy`` says."""
+    best = keys.amax(-1)
+    ordered, token = best >> 32, 0xFFFFFFFF - (best & 0xFFFFFFFF)
+    tokens = torch.where((ordered < PLUS_INFINITY) & (ordered > MINUS_INFINITY), token, -1)
     # The last column is never read: what padding draws goes there.
     table[slots.clamp_min(0), torch.where(slots >= 0, columns, table.shape[1] - 1)] = tokens.clamp_min(0)
     return tokens
@@ -200,4 +233,5 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-registry.register("draw_greedy", "reference", reference_draw_greedy)
+registry.register("rank_likeliest", "reference", reference_rank_likeliest)
+registry.register("take_likeliest", "reference", reference_take_likeliest)

@@ -10,11 +10,11 @@ import torch
 from phalanx.ops.activation import reference_activation, reference_gated_activation
 from phalanx.ops.norm import reference_add_rms_norm, reference_layer_norm, reference_rms_norm
 from phalanx.ops.rope import reference_rope_write_kv
-from phalanx.ops.sampling import reference_draw_greedy
+from phalanx.ops.sampling import reference_rank_likeliest, reference_take_likeliest, sample
 from phalanx.ops.step_inputs import reference_decode_inputs
 from phalanx.ops.token_mask import reference_mask_tokens
 from phalanx.ops.triton.activation import _KINDS, activation, gated_activation
-from phalanx.ops.triton.greedy import draw_greedy
+from phalanx.ops.triton.greedy import rank_likeliest, take_likeliest
 from phalanx.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from phalanx.ops.triton.rope import rope_write_kv
 from phalanx.ops.triton.step_inputs import decode_inputs
@@ -120,10 +120,18 @@ def test_greedy(kernel_device: torch.device, dtype: torch.dtype, vocab: int) -> 
     columns = torch.tensor([0, 1, 2, 0, 3, 1], device=kernel_device)
     table = torch.full((5, 6), 9, device=kernel_device)
     expected_table = table.clone()
-    expected = reference_draw_greedy(logits, expected_table, slots, columns)
+    expected = sample(logits.float(), None)
     assert expected[4] == 2
-    assert torch.equal(draw_greedy(logits, table, slots, columns), expected)
-    assert torch.equal(table[:, :-1], expected_table[:, :-1])
+    # A vocabulary that is whole, and one that two ranks have a part of each.
+    for cut in (0, 7, vocab // 2):
+        for rank, take, into in (
+            (rank_likeliest, take_likeliest, table),
+            (reference_rank_likeliest, reference_take_likeliest, expected_table),
+        ):
+            keys = torch.cat([rank(logits[:, :cut], 0), rank(logits[:, cut:], cut)], 1)
+            assert torch.equal(take(keys, into, slots, columns), expected)
+        assert torch.equal(table[:, :-1], expected_table[:, :-1])
+    assert table[2, 0] == expected[0] and bool((table[1, :3] == torch.tensor([9, 9, 0], device=kernel_device)).all())
 
 
 def test_decode_inputs(kernel_device: torch.device) -> None:

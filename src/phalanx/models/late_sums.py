@@ -1,0 +1,34 @@
+"""Where the sums of row-cut weights over the ranks may wait for the norm that follows, which adds them up in one go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.models.base import TransformerModel
+
+_STEPS = (
+    "forward",
+    "forward_local",
+    "forward_layer",
+    "forward_attention",
+    "forward_mlp",
+    "forward_unembed",
+    "make_norm_layer",
+    "make_attn_out_layer",
+    "make_mlp_2_layer",
+)
+
+
+def sums_may_be_late(model: TransformerModel, base: type[TransformerModel]) -> bool:
+    """Whether what attention and MLP give goes nowhere but into the residual's norm.
+
+    That is so where no step in between is the family's own instead of ``base``'s, and no norm stands between the sum
+    and the residual.
+    """
+    return (
+        model.group.size > 1
+        and not model.placement.batch_invariant
+        and model.norm_placement == "pre"
+        and all(getattr(type(model), step) is getattr(base, step) for step in _STEPS)
+    )
