@@ -92,7 +92,7 @@ class EngineConfig(BaseModel):
 
     ops: dict[str, str] = Field(default_factory=dict)
     """Forced back ends, ``{"attention": "reference"}``; see ``phalanx.ops.registry``."""
-    all_reduce: Literal["nccl", "shared_memory"] = "nccl"
+    all_reduce: Literal["shared_memory", "nccl"] = "shared_memory"
     """Between GPUs: "shared_memory" adds up small tensors by a kernel that reads the other GPUs' memory, where all are
     in one machine and see each other; large ones go through NCCL."""
     plugins: tuple[str, ...] = ()

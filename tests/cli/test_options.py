@@ -28,7 +28,7 @@ ENGINE = EngineOptions(
     max_num_batched_tokens=8,
     no_prefix_cache=True,
     loop="async",
-    all_reduce="shared_memory",
+    all_reduce="nccl",
     op=["attention=reference"],
     plugin=["json"],
 )
@@ -79,7 +79,7 @@ def test_flags_mean_what_the_settings_mean():
         tensor_parallel_size=2, dtype="float32", device="cpu", num_threads=1, load_format="dummy",
         quantization="int8", kv_cache_dtype="fp8", batch_invariant=True, cuda_graphs=False, block_size=4,
         num_blocks=9, memory_fraction=0.5, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=8,
-        prefix_cache=False, loop="async", all_reduce="shared_memory", ops={"attention": "reference"}, plugins=("json",),
+        prefix_cache=False, loop="async", all_reduce="nccl", ops={"attention": "reference"}, plugins=("json",),
     )  # fmt: skip
     assert sampling_params(SAMPLING.settings()) == SamplingParams(
         max_tokens=5, min_tokens=1, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, n=2, stop=("a", "b"),
