@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from phalanx.engine.guide_limits import check_grammar, check_schema, check_size, parse_json
 
@@ -45,7 +45,7 @@ class Guide(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
-    text: str = ""
+    text: str = Field(default="", validate_default=True)
 
     @field_validator("text", mode="before")
     @classmethod
