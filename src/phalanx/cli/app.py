@@ -16,6 +16,7 @@ from phalanx.cli.info import info
 from phalanx.cli.launch import launch
 from phalanx.cli.plan import plan
 from phalanx.cli.pull import pull
+from phalanx.cli.serve import serve
 
 app = typer.Typer(
     name="phalanx",
@@ -49,6 +50,7 @@ def root(
 app.command()(pull)
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(info)
 app.command()(plan)
 app.command()(check)

@@ -81,6 +81,11 @@ class LLM:
         """Longest prompt plus answer in tokens: the model's limit, the settings' or the KV pool's, the least."""
         return self.engine.max_model_len
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The model's own end tokens."""
+        return self._maker.eos_ids
+
     # -- whole answers
 
     def generate(

@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI routes in one process, the engine in another."""

@@ -1,0 +1,70 @@
+"""Request bodies: read within a time, parsed strictly, refused with the field's name."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from phalanx.server.errors import ApiError, ClientGone
+
+_READ_SECONDS = 60.0
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_body(request: Request, schema: type[Body]) -> Body:
+    """The body of a request as ``schema``. JSON's types are taken as they are: "5" is no number, true neither.
+
+    Raises:
+        ApiError: 400 for what is no JSON or not of the schema, 408 for a body that does not come, 413 for one too long.
+        ClientGone: the client left meanwhile.
+    """
+    try:
+        async with asyncio.timeout(_READ_SECONDS):
+            data = await request.body()
+    except TimeoutError:
+        raise ApiError(408, f"the request body did not come within {_READ_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(400, f"the body must be application/json, given {kind!r}", param="Content-Type")
+    try:
+        return schema.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        raise explained(error, schema) from None
+
+
+def explained(error: ValidationError, schema: type[BaseModel]) -> ApiError:
+    """A 400 that names the field at fault."""
+    faults = error.errors(include_url=False, include_context=False)
+    fault = faults[0]
+    if fault["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {fault['msg'].removeprefix('Invalid JSON: ')}")
+    names = [str(part) for part in fault["loc"] if isinstance(part, int) or _is_field(str(part))]
+    field = ".".join(names)
+    if fault["type"] == "extra_forbidden":
+        hint = getattr(schema, "HINTS", {}).get(field, "remove it")
+        return ApiError(400, f"{field} is not supported here: {hint}", param=field, code="unsupported_parameter")
+    # One field of several kinds has a fault for each of them.
+    messages = dict.fromkeys(
+        other["msg"].removeprefix("Value error, ")
+        for other in faults
+        if other["loc"][:1] == fault["loc"][:1] and other["type"] != "extra_forbidden"
+    )
+    text = " or: ".join(list(messages)[:6])
+    if not field:
+        return ApiError(400, text)
+    return ApiError(400, f"{field}: {text}{_given(fault['input'])}", param=field)
+
+
+def _is_field(name: str) -> bool:
+    """Whether a part of a fault's place is a name in the body, not pydantic's name for one of a union's kinds."""
+    return name.isidentifier() and not name[:1].isupper()
+
+
+def _given(value: Any) -> str:
+    text = repr(value)
+    return f" (given {text if len(text) <= 100 else text[:100] + '...'})"

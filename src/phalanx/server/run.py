@@ -1,0 +1,161 @@
+"""run: the application on a socket, from the first byte to an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from phalanx.engine.opened_model import OpenedModel
+from phalanx.server.app import build_app
+from phalanx.server.edge import RequestRecord
+from phalanx.server.engine_client import EngineStartError
+from phalanx.server.errors import ApiError
+from phalanx.server.request_log import RequestLog
+from phalanx.server.service import Service
+from phalanx.server.settings import ServerSettings
+
+_KEEP_ALIVE_SECONDS = 30
+_LAST_SECONDS = 5
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections; port 0 picks one.
+
+    Raises:
+        OSError: the address is in use or not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """A Unix socket that takes connections; a stale one of a server that has ended is replaced.
+
+    Raises:
+        OSError: there is something else, or a server that runs.
+    """
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise OSError(f"a server runs at {path}")
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(2048)
+    return listener
+
+
+def run(settings: ServerSettings, listener: socket.socket, on_ready: Callable[[Service], None]) -> None:
+    """Serves until SIGTERM or SIGINT; returns once running requests have ended and the engine's process too.
+
+    Args:
+        listener: takes connections from the first moment; while the model loads, requests get 503.
+        on_ready: told once the model is loaded.
+
+    Raises:
+        EngineStartError: the engine could not be built. What opening the model raises.
+    """
+    service = Service(settings, OpenedModel(settings.model))
+    listeners: list[Callable[[RequestRecord], None]] = [RequestLog(settings)]
+    if settings.otlp_endpoint is not None:
+        from phalanx.server.tracing import Tracing
+
+        tracing = Tracing(settings.otlp_endpoint, service.name)
+        listeners.append(tracing)
+    server = _Server(service, build_app(service, listeners))
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(server.run(listener, on_ready))
+    if settings.otlp_endpoint is not None:
+        tracing.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with an end of its own: the first signal drains, the second one does not wait."""
+
+    def __init__(self, service: Service, app: object) -> None:
+        self._service = service
+        self._loop: asyncio.AbstractEventLoop
+        self._drain: asyncio.Task[None] | None = None
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_LAST_SECONDS,
+                h11_max_incomplete_event_size=64 * 1024,
+            )
+        )
+
+    async def run(self, listener: socket.socket, on_ready: Callable[[Service], None]) -> None:  # type: ignore[override]
+        self._loop = asyncio.get_running_loop()
+        starting = asyncio.create_task(self._start_engine(on_ready))
+        try:
+            await self.serve(sockets=[listener])
+            if starting.done():
+                starting.result()
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await self._service.engine.close()
+            self._service.close()
+
+    async def _start_engine(self, on_ready: Callable[[Service], None]) -> None:
+        try:
+            await self._service.engine.start()
+        except EngineStartError:
+            self.should_exit = True
+            raise
+        on_ready(self._service)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals end the server in order; uvicorn's own way would let the process die by them in the end."""
+        kinds = (signal.SIGTERM, signal.SIGINT)
+        for kind in kinds:
+            self._loop.add_signal_handler(kind, self._on_signal)
+        try:
+            yield
+        finally:
+            for kind in kinds:
+                self._loop.remove_signal_handler(kind)
+
+    def _on_signal(self) -> None:
+        if self._drain is None:
+            self._service.draining = True
+            self._drain = self._loop.create_task(self._drained())
+        else:
+            self._give_up()
+
+    async def _drained(self) -> None:
+        """Waits for what runs, with new requests refused; what is left in the end is told so."""
+        deadline = self._loop.time() + self._service.settings.drain_timeout
+        while self._service.open_answers and self._loop.time() < deadline and not self.should_exit:
+            await asyncio.sleep(0.05)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self._service.engine.give_up(ApiError(503, "the server is shutting down", code="draining"))
+        self.should_exit = True
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

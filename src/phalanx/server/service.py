@@ -1,0 +1,217 @@
+"""Service: what all routes share. The engine, the tokenizer, the metrics, and whether a new request is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from phalanx.engine.guides import Guide, GuideCompiler
+from phalanx.engine.opened_model import OpenedModel
+from phalanx.engine.prompts import PromptReader
+from phalanx.engine.sampling_params import SamplingParams
+from phalanx.server.engine_client import EngineClient, EngineState
+from phalanx.server.engine_messages import Ready
+from phalanx.server.errors import ApiError
+from phalanx.server.metrics import Metrics
+from phalanx.server.parsing import guess_formats, reasoning_formats, tool_formats
+from phalanx.server.settings import ServerSettings
+from phalanx.server.token_texts import TokenTexts
+
+_LONG_TEXT = 4000
+"""Characters from which on a text is encoded in a thread; below, that costs more than it spares."""
+_RETRY_SECONDS = "1"
+Result = TypeVar("Result")
+
+
+class Service:
+    """One model behind one port.
+
+    Args:
+        settings: of the server.
+        opened: the model, for its tokenizer.
+    """
+
+    def __init__(self, settings: ServerSettings, opened: OpenedModel) -> None:
+        self.settings = settings
+        self.names = settings.names or (opened.name,)
+        self.tokenizer = opened.tokenizer()
+        if self.tokenizer is not None and settings.chat_template is not None:
+            self.tokenizer.chat_template = settings.chat_template
+        self.engine = EngineClient(settings.model, settings.engine, settings.restart)
+        self.metrics = Metrics(self.names[0], lambda: self.engine.stats)
+        self.token_texts = TokenTexts(self.tokenizer) if self.tokenizer is not None else None
+        self.tool_format, self.reasoning_format = _formats(settings, self.tokenizer)
+        self.special_tokens = _special_tokens(self.tokenizer)
+        self.draining = False
+        self.open_answers = 0
+        # A tokenizer must not be used by two threads at once: the thread has its own.
+        self._thread = ThreadPoolExecutor(1, "phalanx tokenizer")
+        self._thread_tokenizer = copy.deepcopy(self.tokenizer)
+        self._compiler: GuideCompiler | None = None
+
+    @property
+    def name(self) -> str:
+        """What the model is called in answers."""
+        return self.names[0]
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of itself.
+
+        Raises:
+            ApiError: 503 while there is no engine that could take a request.
+        """
+        if self.engine.state is not EngineState.READY or self.engine.ready is None:
+            raise unavailable(self.engine)
+        return self.engine.ready
+
+    def check_engine(self) -> None:
+        """Raises ApiError 503 while there is no engine that could take a request."""
+        if self.engine.state is not EngineState.READY:
+            raise unavailable(self.engine)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included.
+
+        Raises:
+            ApiError: 400 for a model without tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer")
+        return str(self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
+    @property
+    def texts(self) -> TokenTexts:
+        """Single tokens as texts.
+
+        Raises:
+            ApiError: 400 for a model without tokenizer.
+        """
+        if self.token_texts is None:
+            raise ApiError(400, "this model has no tokenizer")
+        return self.token_texts
+
+    def close(self) -> None:
+        """Lets the tokenizer's thread go."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # -- letting in
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError 404 for a model that is not served here."""
+        if name not in self.names:
+            raise ApiError(
+                404, f"the model {name!r} is not served here: use {self.name!r}", param="model", code="model_not_found"
+            )
+
+    def check_open(self) -> None:
+        """Raises ApiError while nothing new is let in: 503 without engine or while draining, 429 for a full queue."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
+        places = self.ready.max_num_seqs
+        limit = self.settings.max_queue
+        if limit is not None and self.open_answers >= places + limit:
+            raise ApiError(
+                429,
+                f"{self.open_answers - places} answers are waiting, the limit is {limit}: try again later",
+                code="queue_full",
+                headers={"Retry-After": _RETRY_SECONDS},
+            )
+
+    # -- prompts
+
+    async def encode(self, prompt: str | list[int]) -> list[int]:
+        """The checked token ids of a prompt.
+
+        Raises:
+            ApiError: 400 where it is none.
+        """
+        size = len(prompt) if isinstance(prompt, str) else 0
+        return await self._read(size, lambda reader: reader.ids(prompt), "prompt")
+
+    async def chat_text(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """A conversation as the chat template writes it.
+
+        Raises:
+            ApiError: 400 with the template's own message.
+        """
+        size = sum(len(message.get("content") or "") for message in messages)
+        if not (options.get("chat_template") or getattr(self.tokenizer, "chat_template", None)):
+            raise ApiError(
+                400, "this model has no chat template: use /v1/completions, or start the server with --chat-template"
+            )
+        # A template that a stranger has sent may take its time: not here.
+        size += _LONG_TEXT if "chat_template" in options else 0
+        return await self._read(size, lambda reader: reader.chat_text(messages, options), "messages")
+
+    async def encode_plain(self, text: str, special: bool = False) -> list[int]:
+        """The token ids of a text, unchecked."""
+        return await self._read(len(text), lambda reader: reader.encode(text, special), "prompt")
+
+    async def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises ApiError 400 for what the engine could not honour: a prompt that is too long, ids outside the
+        vocabulary, a guide that cannot be used."""
+        reader = self._reader(self.tokenizer)
+        try:
+            reader.max_tokens(len(token_ids), params)
+            reader.check(params)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        if params.guide is not None:
+            await self._check_guide(params.guide)
+
+    async def _check_guide(self, guide: Guide) -> None:
+        if self._compiler is None:
+            ready = self.ready
+            make = lambda: GuideCompiler(self._thread_tokenizer, ready.vocab_size, frozenset(ready.eos_token_ids))  # noqa: E731
+            self._compiler = await self._in_thread(make, "response_format")
+        compiler = self._compiler
+        await self._in_thread(lambda: compiler.compile(guide), "response_format")
+
+    async def _read(self, size: int, read: Callable[[PromptReader], Result], param: str) -> Result:
+        if size >= _LONG_TEXT:
+            return await self._in_thread(lambda: read(self._reader(self._thread_tokenizer)), param)
+        try:
+            return read(self._reader(self.tokenizer))
+        except ValueError as error:
+            raise ApiError(400, str(error), param=param) from None
+
+    async def _in_thread(self, work: Callable[[], Result], param: str) -> Result:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=param) from None
+
+    def _reader(self, tokenizer: Any) -> PromptReader:
+        ready = self.ready
+        return PromptReader(tokenizer, ready.vocab_size, ready.max_model_len)
+
+
+def _formats(settings: ServerSettings, tokenizer: Any) -> tuple[str | None, str | None]:
+    """How the model writes calls and reasoning: as the settings say, or as its template suggests."""
+    template = getattr(tokenizer, "chat_template", None)
+    template = template if isinstance(template, str) else ""
+    tokens = _special_tokens(tokenizer)
+    guessed = guess_formats(template, tokens) if tokenizer is not None else (None, None)
+    asked = (settings.tool_format, settings.reasoning_format)
+    tool, reasoning = (guess if given == "auto" else given for given, guess in zip(asked, guessed, strict=True))
+    for option, given, known in (("tool", tool, tool_formats()), ("reasoning", reasoning, reasoning_formats())):
+        if given is not None and given not in known:
+            raise ValueError(f"unknown {option} format {given!r}: expected auto, none, {', '.join(known)}")
+    return tool, reasoning
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): place for place, token in added.items() if token.special}
+
+
+def unavailable(engine: EngineClient) -> ApiError:
+    """503: why there is no engine now."""
+    if engine.state is EngineState.STARTING:
+        return ApiError(503, "the model is being loaded", code="starting", headers={"Retry-After": "5"})
+    reason = engine.reason or "the server is shutting down"
+    return ApiError(503, f"the engine has ended: {reason}", code="engine_dead", headers={"Retry-After": "5"})
