@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.bench import PEERS
+from phalanx.cli.bench_serve import serve
 from phalanx.cli.option_groups import grouped
 from phalanx.cli.options import EngineOptions, OutputOptions
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from phalanx.engine import LLM
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed, alone or beside other engines on the same weights.")
+bench.command()(serve)
 
 
 @dataclass(frozen=True)
