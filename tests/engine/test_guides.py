@@ -21,7 +21,7 @@ from phalanx.config import ConfigError
 from phalanx.distributed.thread_group import run_threads
 from phalanx.engine.decode import DecodeStep
 from phalanx.engine.guide_limits import MAX_BYTES
-from phalanx.engine.guides import GuideCompiler, GuideMatcher, compile_guide, token_masks
+from phalanx.engine.guides import GuideCompiler, GuideMatcher, token_masks
 from phalanx.engine.outputs import RequestOutput
 from tests.engine.random_schemas import random_schema
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -312,7 +312,7 @@ def test_end_tokens_come_only_where_the_guide_accepts() -> None:
 
 def test_tokens_for_single_bytes_spell_what_has_no_token() -> None:
     tokenizer = byte_fallback_tokenizer()
-    matcher = compile_guide(Guide(kind="choice", text='["é日", "yes"]'), tokenizer).matcher()
+    matcher = GuideCompiler(tokenizer).compile(Guide(kind="choice", text='["é日", "yes"]')).matcher()
     names = {tokenizer.convert_ids_to_tokens(token) for token in allowed(matcher, len(tokenizer))}
     assert names == {"y", "<0x79>", "é", "<0xC3>"}
     answer = tokenizer.convert_tokens_to_ids(["<0xC3>", "<0xA9>", "<0xE6>", "<0x97>", "<0xA5>"])
@@ -325,7 +325,7 @@ def test_tokens_for_single_bytes_spell_what_has_no_token() -> None:
 def test_a_tokenizer_without_an_end_ends_what_is_complete() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
-    matcher = compile_guide(Guide(kind="choice", text='["a", "aa"]'), tokenizer).matcher()
+    matcher = GuideCompiler(tokenizer).compile(Guide(kind="choice", text='["a", "aa"]')).matcher()
     a = tokenizer.convert_tokens_to_ids("a")
     matcher.advance(a)
     assert allowed(matcher, 263) == {a}
@@ -335,13 +335,26 @@ def test_a_tokenizer_without_an_end_ends_what_is_complete() -> None:
 
 def test_whitespace_is_bounded() -> None:
     tokenizer = tiny_tokenizer()
-    matcher = compile_guide(Guide(kind="json_object"), tokenizer).matcher()
+    matcher = GuideCompiler(tokenizer).compile(Guide(kind="json_object")).matcher()
     for token in tokenizer.encode('{ "a" : [ 1, 2 ], "b":"x"', add_special_tokens=False):
         matcher.advance(token)
     assert matcher.error is None
     for token in tokenizer.encode("  ", add_special_tokens=False):
         matcher.advance(token)
     assert matcher.error is not None
+
+
+@pytest.mark.parametrize("loop", ["plain", "async"])
+def test_a_guide_may_begin_after_a_text(make_llm: Callable[..., LLM], loop: str) -> None:
+    llm = make_llm(loop=loop)
+    z = llm.tokenizer.convert_tokens_to_ids("z")
+    guide = GUIDES[2].model_copy(update={"after": "zz"})
+    free = llm.generate("hello", max_tokens=40, ignore_eos=True, logit_bias={z: 3.0})[0].outputs[0]
+    place = free.text.index("zz") + 2
+    output = llm.generate("hello", guide=guide, logit_bias={z: 3.0})[0].outputs[0]
+    # Free as far as that, the end tokens forbidden.
+    assert (output.text[:place], output.finish_reason) == (free.text[:place], "stop")
+    assert fits(GUIDES[2], output.text[place:])
 
 
 def deep(levels: int) -> str:
@@ -384,7 +397,7 @@ CHAIN = "start: a0\n" + "\n".join(f"a{place}: a{place + 1}" for place in range(9
 def test_what_cannot_be_used_is_refused_with_its_reason(kind: Any, text: Any, message: str) -> None:
     started = time.monotonic()
     with pytest.raises(ValueError, match=message):
-        compile_guide(Guide(kind=kind, text=text), tiny_tokenizer())
+        GuideCompiler(tiny_tokenizer()).compile(Guide(kind=kind, text=text))
     assert time.monotonic() - started < 20
 
 
@@ -406,7 +419,7 @@ def test_what_cannot_be_used_is_refused_with_its_reason(kind: Any, text: Any, me
     ids=lambda guide: guide.text[:20],
 )
 def test_large_ones_within_the_bounds_work(guide: Guide) -> None:
-    matcher = compile_guide(guide, tiny_tokenizer()).matcher()
+    matcher = GuideCompiler(tiny_tokenizer()).compile(guide).matcher()
     for _ in range(5):
         tokens = allowed(matcher, 263) - {2}
         if not tokens or matcher.complete:
@@ -448,5 +461,5 @@ def test_without_llguidance_the_message_says_what_to_install(
 
 
 def test_compiled_guides_are_kept() -> None:
-    tokenizer = tiny_tokenizer()
-    assert compile_guide(GUIDES[0], tokenizer) is compile_guide(Guide(**GUIDES[0].model_dump()), tokenizer)
+    compiler = GuideCompiler(tiny_tokenizer())
+    assert compiler.compile(GUIDES[0]) is compiler.compile(Guide(**GUIDES[0].model_dump()))

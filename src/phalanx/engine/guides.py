@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -36,9 +36,11 @@ class Guide(BaseModel):
             neither look-around nor back-references), "grammar" (llguidance's dialect of Lark), "choice".
         text: nothing for "json_object"; the schema or the list of strings as JSON (or as the object itself); the regex;
             the grammar.
+        after: where it is given, the answer is free until this text has come, and cannot end before: ``</think>`` lets
+            a model think first.
 
     Raises:
-        ValueError: an unknown kind, or a text that the kind does not take. ``compile_guide`` says whether the text is
+        ValueError: an unknown kind, or a text that the kind does not take. ``GuideCompiler`` says whether the text is
             one that can be used.
     """
 
@@ -46,6 +48,7 @@ class Guide(BaseModel):
 
     kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
     text: str = Field(default="", validate_default=True)
+    after: str = Field(default="", max_length=64)
 
     @field_validator("text", mode="before")
     @classmethod
@@ -64,19 +67,28 @@ class Guide(BaseModel):
         return value
 
 
+@dataclass(frozen=True)
+class _Vocabulary:
+    """A tokenizer as llguidance reads it, its end tokens (a stand-in unless it ``has_ends``), and the int32 numbers of
+    a mask."""
+
+    tokenizer: Any
+    end_ids: tuple[int, ...]
+    has_ends: bool
+    words: int
+
+
 class CompiledGuide:
     """A guide that is ready for any number of answers."""
 
-    def __init__(self, template: Any, end_ids: tuple[int, ...], taken_for_ends: tuple[int, ...], words: int) -> None:
+    def __init__(self, template: Any, after: str, vocabulary: _Vocabulary) -> None:
         self._template = template
-        self._end_ids = end_ids
-        self._taken_for_ends = taken_for_ends
-        self.words = words
+        self._after = after.encode()
+        self._vocabulary = vocabulary
 
     def matcher(self, ends_allowed: bool = True) -> GuideMatcher:
         """A matcher for one answer; without ``ends_allowed`` the answer goes on until nothing more can come."""
-        forbidden = () if ends_allowed and self._end_ids else self._taken_for_ends
-        return GuideMatcher(self._template.deep_copy(), forbidden, self.words)
+        return GuideMatcher(self._template.deep_copy(), ends_allowed, self._after, self._vocabulary)
 
 
 class GuideMatcher:
@@ -84,14 +96,21 @@ class GuideMatcher:
 
     Args:
         matcher: llguidance's.
-        forbidden: tokens that never come.
-        words: int32 numbers in a mask.
+        ends_allowed: whether an end token may come where the guide accepts.
+        after: what must come before the guide begins.
+        vocabulary: of the tokenizer.
+
+    Attributes:
+        begun: whether ``after`` has come.
     """
 
-    def __init__(self, matcher: Any, forbidden: Sequence[int], words: int) -> None:
+    def __init__(self, matcher: Any, ends_allowed: bool, after: bytes, vocabulary: _Vocabulary) -> None:
         self.matcher = matcher
-        self.words = words
-        self._forbidden = forbidden
+        self.vocabulary = vocabulary
+        self.begun = not after
+        self._after = after
+        self._recent = b""
+        self._forbidden = () if ends_allowed and vocabulary.has_ends else vocabulary.end_ids
 
     @property
     def error(self) -> str | None:
@@ -105,11 +124,16 @@ class GuideMatcher:
 
     def advance(self, token: int) -> None:
         """The answer has gained a token that is not its end; ``error`` tells if the guide does not accept it."""
-        self.matcher.consume_token(token)
+        if self.begun:
+            self.matcher.consume_token(token)
+            return
+        self._recent += self.vocabulary.tokenizer.decode_bytes([token])
+        self.begun = self._after in self._recent
+        self._recent = self._recent[-len(self._after) :]
 
-    def forbid(self, mask: np.ndarray[Any, Any]) -> None:
-        """Takes what never comes out of a mask, int32 [words]."""
-        for token in self._forbidden:
+    def forbid_ends(self, mask: np.ndarray[Any, Any]) -> None:
+        """Takes end tokens out of a mask, int32 [words], where they must not come."""
+        for token in self._forbidden if self.begun else self.vocabulary.end_ids:
             mask.view(np.uint32)[token // 32] &= ~np.uint32(1 << (token % 32))
 
 
@@ -118,14 +142,14 @@ def token_masks(matchers: Sequence[GuideMatcher], vocab_size: int) -> np.ndarray
     number t // 32. Rows of matchers that turn out to have an ``error``, or to be ``complete``, say nothing."""
     import llguidance.numpy
 
-    masks = np.zeros((len(matchers), matchers[0].words), dtype=np.int32)
-    if len(matchers) == 1:
-        llguidance.numpy.fill_next_token_bitmask(matchers[0].matcher, masks)
-    else:
-        tasks = [(matcher.matcher, row) for row, matcher in enumerate(matchers)]
+    masks = np.full((len(matchers), matchers[0].vocabulary.words), -1, dtype=np.int32)
+    tasks = [(matcher.matcher, row) for row, matcher in enumerate(matchers) if matcher.begun]
+    if len(tasks) == 1:
+        llguidance.numpy.fill_next_token_bitmask(tasks[0][0], masks, tasks[0][1])
+    elif tasks:
         llguidance.numpy.fill_next_token_bitmask_par(_threads(), tasks, masks)
     for matcher, mask in zip(matchers, masks, strict=True):
-        matcher.forbid(mask)
+        matcher.forbid_ends(mask)
     return masks[:, : -(-vocab_size // 32)]
 
 
@@ -142,10 +166,7 @@ class GuideCompiler:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int = 0, end_ids: Collection[int] | None = None) -> None:
-        self._tokenizer, self._end_ids, self._taken_for_ends, vocab_size = _read_tokenizer(
-            tokenizer, vocab_size, end_ids
-        )
-        self._words = -(-vocab_size // 32)
+        self._vocabulary = _read_tokenizer(tokenizer, vocab_size, end_ids)
         self._lock = threading.Lock()
         self._cache: OrderedDict[Guide, CompiledGuide] = OrderedDict()
 
@@ -159,9 +180,7 @@ class GuideCompiler:
             if guide in self._cache:
                 self._cache.move_to_end(guide)
                 return self._cache[guide]
-        compiled = CompiledGuide(
-            _in_large_stack(self._template, guide), self._end_ids, self._taken_for_ends, self._words
-        )
+        compiled = CompiledGuide(_in_large_stack(self._template, guide), guide.after, self._vocabulary)
         with self._lock:
             self._cache[guide] = compiled
             while len(self._cache) > _CACHED:
@@ -174,7 +193,7 @@ class GuideCompiler:
         limits = llguidance.LLParserLimits(
             initial_lexer_fuel=1_000_000, max_grammar_size=200_000, max_lexer_states=30_000, verbose_errors=False
         )
-        matcher = llguidance.LLMatcher(self._tokenizer, _grammar_of(guide), log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._vocabulary.tokenizer, _grammar_of(guide), log_level=0, limits=limits)
         if not matcher.is_error():
             # Some faults show only where the first token is looked for.
             matcher.compute_bitmask()
@@ -183,21 +202,6 @@ class GuideCompiler:
         return matcher
 
 
-def compile_guide(guide: Guide, tokenizer: Any) -> CompiledGuide:
-    """A guide ready for use with a tokenizer of transformers; kept for the next time.
-
-    Raises:
-        ValueError: it cannot be used, llguidance is not installed, or the tokenizer is not a fast one.
-    """
-    with _compilers_lock:
-        if tokenizer not in _compilers:
-            _compilers[tokenizer] = GuideCompiler(tokenizer)
-        compiler = _compilers[tokenizer]
-    return compiler.compile(guide)
-
-
-_compilers: weakref.WeakKeyDictionary[Any, GuideCompiler] = weakref.WeakKeyDictionary()
-_compilers_lock = threading.Lock()
 _NAMES = {
     "json_object": "a JSON object",
     "json_schema": "the JSON schema",
@@ -228,10 +232,7 @@ def _grammar_of(guide: Guide) -> str:
     return str(grammar)
 
 
-def _read_tokenizer(
-    tokenizer: Any, vocab_size: int, end_ids: Collection[int] | None
-) -> tuple[Any, tuple[int, ...], tuple[int, ...], int]:
-    """llguidance's tokenizer, the end tokens, what it takes for them, and the size of its vocabulary."""
+def _read_tokenizer(tokenizer: Any, vocab_size: int, end_ids: Collection[int] | None) -> _Vocabulary:
     try:
         import llguidance.hf
     except ImportError:
@@ -241,15 +242,15 @@ def _read_tokenizer(
     known = len(tokenizer)
     own = tokenizer.eos_token_id
     wanted = end_ids if end_ids is not None else () if own is None else (own,)
-    ends = tuple(sorted(value for value in wanted if 0 <= value < known))
+    ends = sorted(value for value in wanted if 0 <= value < known)
     # llguidance must have an end token. A stand-in is never allowed: an answer ends then once it is complete.
-    given = list(ends) or [*tokenizer.all_special_ids, known - 1][:1]
+    given = ends or [*tokenizer.all_special_ids, known - 1][:1]
     try:
-        llguidance_tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=max(vocab_size, known), eos_token=given)
+        read = llguidance.hf.from_tokenizer(tokenizer, n_vocab=max(vocab_size, known), eos_token=given)
     except Exception as error:
         kind = type(tokenizer).__name__
         raise ValueError(f"structured output cannot read this model's tokenizer ({kind}): {error}") from error
-    return llguidance_tokenizer, ends, tuple(given), max(vocab_size, known)
+    return _Vocabulary(read, tuple(given), bool(ends), -(-max(vocab_size, known) // 32))
 
 
 def _in_large_stack(work: Any, argument: Any) -> Any:

@@ -175,8 +175,8 @@ FRAGMENTS = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<think>", "</think>",
         "[THINK]", "[/THINK]", "{", "}", "[", "]", ",", ";", ":", '"', "\\", "\n", " ", '"name"', '"add"',
-        '"arguments"', '"parameters"', "add", "get_weather", '{"name": "add", "arguments": {"a": [1, "}"]}}', "1", "null",
-        "é😀", "x", "<",
+        '"arguments"', '"parameters"', "add", "get_weather", '{"name": "add", "arguments": {"a": [1, "}"]}}', "1",
+        "null", "é😀", "x", "<",
         '{"arguments": {"b": {}}, "name": "get_weather"}', '{"name": "add", "parameters": {}}', "[ARGS]{}",
     ]
 )  # fmt: skip

@@ -10,11 +10,12 @@ import jsonschema
 import numpy as np
 import pytest
 
-from phalanx.engine.guides import Guide, compile_guide, token_masks
+from phalanx.engine.guides import Guide, GuideCompiler, token_masks
 from phalanx.server.parsing import OutputParser, ToolArguments, ToolCall, merged, tool_formats, tool_guide
 from tests.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
+COMPILER = GuideCompiler(TOKENIZER)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -34,7 +35,7 @@ TOOLS = [
 def written(guide: Guide, seed: int) -> str:
     """Random text that the guide accepts; it ends where it can."""
     drawing = random.Random(seed)
-    matcher = compile_guide(guide, TOKENIZER).matcher()
+    matcher = COMPILER.compile(guide).matcher()
     tokens: list[int] = []
     for _ in range(2000):
         bits = np.unpackbits(token_masks([matcher], 263).view(np.uint8)[0], bitorder="little")
@@ -77,7 +78,7 @@ def test_required_may_be_several_calls_and_a_named_function_is_one() -> None:
     def accepts(text: str, **options: Any) -> bool:
         guide = tool_guide("hermes", TOOLS, **options)
         assert guide is not None
-        matcher = compile_guide(guide, TOKENIZER).matcher()
+        matcher = COMPILER.compile(guide).matcher()
         for token in TOKENIZER.encode(text, add_special_tokens=False):
             matcher.advance(token)
         return matcher.error is None
@@ -112,4 +113,4 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_name() -> None:
     guide = tool_guide("hermes", tools, "required")
     assert guide is not None
     with pytest.raises(ValueError, match=r'the grammar cannot be used: .*Unimplemented keys: \["not"\]'):
-        compile_guide(guide, TOKENIZER)
+        COMPILER.compile(guide)
