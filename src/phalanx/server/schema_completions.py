@@ -38,7 +38,7 @@ class CompletionRequest(Sampling):
         """All prompts."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[list-item]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
 
 class Usage(BaseModel):
