@@ -90,10 +90,16 @@ class Watched:
         self.waiting.clear()
 
 
-def nano(watched: Watched, limits: Limits) -> dict[str, Any]:
+def nano_requests() -> tuple[list[list[int]], list[int]]:
+    """The prompts of the workload, and the length of each answer."""
     chance = random.Random(0)
     prompts = [[chance.randint(0, 10000) for _ in range(chance.randint(100, 1024))] for _ in range(256)]
-    params = [SamplingParams(max_tokens=chance.randint(100, 1024), ignore_eos=True) for _ in range(256)]
+    return prompts, [chance.randint(100, 1024) for _ in range(256)]
+
+
+def nano(watched: Watched, limits: Limits) -> dict[str, Any]:
+    prompts, lengths = nano_requests()
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
     wanted = sum(each.max_tokens or 0 for each in params)
     watched.forget()
     begin = time.perf_counter()
@@ -164,6 +170,41 @@ def prefill(watched: Watched, limits: Limits) -> dict[str, Any]:
     return best
 
 
+def few(llm: LLM, count: int) -> dict[str, Any]:
+    """The first requests of nano, as transformers answers them too."""
+    prompts, lengths = nano_requests()
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths[:count]]
+    begin = time.perf_counter()
+    llm.generate(prompts[:count], params)
+    seconds = time.perf_counter() - begin
+    return {"what": f"first {count} of nano", "tokens_per_second": sum(lengths[:count]) / seconds, "seconds": seconds}
+
+
+def transformers_few(shape: dict[str, Any], count: int) -> dict[str, Any]:
+    """The same through transformers' continuous batching, random weights too."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from phalanx.bench.transformers_peer import Transformers
+    from phalanx.bench.workload import Workload
+
+    config = CONFIG_MAPPING[shape["model_type"]].from_dict(dict(shape))
+    device = torch.device("cuda")
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    peer = Transformers(model, "continuous", torch.bfloat16, device, None)
+    prompts, lengths = nano_requests()
+    peer.answer(Workload(prompts[:2], [8, 8]))
+    begin = time.perf_counter()
+    peer.answer(Workload(prompts[:count], lengths[:count]))
+    seconds = time.perf_counter() - begin
+    peer.close()
+    return {
+        "what": f"transformers, continuous batching, first {count} of nano",
+        "tokens_per_second": sum(lengths[:count]) / seconds,
+        "seconds": seconds,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-8b")
@@ -173,6 +214,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="settings of the engine")
+    parser.add_argument("--peer", type=int, metavar="N", help="transformers beside us on the first N requests of nano")
     parser.add_argument("--output", type=Path, help="where the JSON goes")
     given = parser.parse_args()
     settings = {name: _value(text) for name, _, text in (item.partition("=") for item in given.set)}
@@ -217,6 +259,16 @@ def main() -> None:
     if "nano" in wanted:
         results.append(nano(watched, limits))
         _say(results[-1])
+    if given.peer:
+        results.append(few(llm, given.peer))
+        _say(results[-1])
+    llm.close()
+    if given.peer:
+        del watched, llm
+        gc.collect()
+        torch.cuda.empty_cache()
+        results.append(transformers_few(SHAPES[given.shape], given.peer))
+        _say(results[-1])
     report = {
         "shape": given.shape,
         "command": "python " + " ".join(sys.argv),
@@ -227,7 +279,6 @@ def main() -> None:
     }
     if given.output:
         given.output.write_text(json.dumps(report, indent=1) + "\n")
-    llm.close()
 
 
 def _say(result: dict[str, Any]) -> None:

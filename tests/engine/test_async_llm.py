@@ -44,7 +44,8 @@ def test_tasks_get_their_own_answers(served: AsyncLLM, tiny_folder: Path, prompt
 def test_cancelled_tasks_free_their_blocks(served: AsyncLLM) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(served.generate([5, k], max_tokens=60, ignore_eos=True)) for k in range(6, 14)]
-        await asyncio.sleep(0.05)
+        while not served.llm.has_work:
+            await asyncio.sleep(0)
         for task in tasks[::2]:
             task.cancel()
         found = await asyncio.gather(*tasks, return_exceptions=True)

@@ -32,7 +32,7 @@ def test_a_plugin_declares_a_model(
         if file.name == "config.json":
             text = text.replace(b'"model_type": "llama"', f'"model_type": "plugged_in_{ranks}"'.encode())
         (folder / file.name).write_bytes(text)
-    settings = {"num_blocks": 8, "tensor_parallel_size": ranks}
+    settings = {"num_blocks": 8, "device": "cpu", "tensor_parallel_size": ranks}
     with LLM(folder, settings, plugins=(f"phalanx_test_plugin_{ranks}",)) as llm:
         assert len(llm.generate([5, 6, 7], max_tokens=3)[0].outputs[0].token_ids) == 3
 

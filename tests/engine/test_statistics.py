@@ -10,7 +10,7 @@ from phalanx import LLM
 
 
 def test_a_request_is_counted_from_its_arrival_to_its_end(make_llm: Callable[..., LLM]) -> None:
-    llm = make_llm(max_num_seqs=2)
+    llm = make_llm(max_num_seqs=2, loop="plain")
     idle = llm.stats()
     assert (idle.running, idle.waiting, idle.kv_usage) == (0, 0, 0.0)
     names = [llm.add_request([5, 6, 7, 8, 9], {"max_tokens": 4, "ignore_eos": True}) for _ in range(3)]

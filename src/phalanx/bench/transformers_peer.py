@@ -20,21 +20,24 @@ class Transformers(LocalContender):
     """``AutoModelForCausalLM`` with SDPA attention.
 
     Args:
-        folder: a Hugging Face folder.
+        model: a Hugging Face folder, or the model itself.
         mode: "padded" (left-padded batches in the order of the prompts), "continuous" (its continuous batching) or
             "single" (one prompt after the other).
     """
 
     engine = "transformers"
 
-    def __init__(self, folder: Path, mode: str, dtype: torch.dtype, device: torch.device, threads: int | None) -> None:
+    def __init__(
+        self, model: Path | torch.nn.Module, mode: str, dtype: torch.dtype, device: torch.device, threads: int | None
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         self.mode = mode
         if threads is not None:
             torch.set_num_threads(threads)
         load: Any = AutoModelForCausalLM.from_pretrained
-        self.model = load(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+        opened = load(model, dtype=dtype, attn_implementation="sdpa") if isinstance(model, Path) else model
+        self.model: Any = opened.to(device).eval()
         self.device = device
         self._held = ExitStack()
         self._manager: Any = None

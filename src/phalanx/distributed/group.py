@@ -25,6 +25,8 @@ class Group(ABC):
 
     rank: int
     size: int
+    capturable: bool = True
+    """Whether a CUDA graph can hold its collectives."""
     fault_flag: Tensor | None = None
     """On this rank's device: not 0 once a collective that no host watches has failed; None where there is none."""
 

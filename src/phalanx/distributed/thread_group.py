@@ -78,6 +78,8 @@ class _Table:
 class ThreadGroup(Group):
     """One rank of `run_threads`."""
 
+    capturable = False
+
     def __init__(self, table: _Table, rank: int) -> None:
         self._table = table
         self.rank = rank

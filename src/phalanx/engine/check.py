@@ -17,6 +17,7 @@ from phalanx.distributed.group import Group
 from phalanx.distributed.thread_group import run_threads
 from phalanx.engine.build import build_engine
 from phalanx.models.hf_config import HFConfig, ModelConfigError
+from phalanx.models.late_sums import set_late_sums
 from phalanx.parallel.inventory import attention_path
 from phalanx.parallel.small_model import shrunk_config
 
@@ -146,7 +147,8 @@ def served_points(
 
 
 def _watch(model: Any, points: dict[str, list[Tensor]]) -> None:
-    """Let the steps of this model's forward note what they give."""
+    """Let the steps of this model's forward note what they give, whole on every rank."""
+    set_late_sums(model, False)
 
     def note(name: str, value: Tensor) -> None:
         points.setdefault(name, []).append(value.detach().float().clone())

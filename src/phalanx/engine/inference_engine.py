@@ -215,7 +215,7 @@ class InferenceEngine:
     def _warm_up(self) -> None:
         """Everything that is compiled or set up at a first use, and the graphs: no request waits for it later."""
         self.runner.profile(self.token_budget, self.max_num_seqs, self.model.num_layers)
-        if self.scheduled and self.model.engine_config.cuda_graphs:
+        if self.scheduled and self.model.engine_config.cuda_graphs and self.group.capturable:
             with progress("capturing CUDA graphs", shown=self.group.rank == 0) as report:
                 self.runner.capture(self.max_num_seqs, report)
         torch.cuda.synchronize(self.model.device)

@@ -67,6 +67,8 @@ def assemble(config: EngineConfig, spec: dict[str, Any] | None, group: Group | N
             f"tensor_parallel_size={size} starts processes that open the model themselves: give it as a path or hub "
             "id, or start all ranks yourself with torchrun"
         )
+    if _on_gpus(config):
+        _check_gpus(size)
     holder: list[Group] = []
 
     def on_death(death: Death) -> None:
@@ -84,13 +86,26 @@ def assemble(config: EngineConfig, spec: dict[str, Any] | None, group: Group | N
 
 def join(place: Rendezvous, config: EngineConfig) -> Group:
     """This process's place in the group."""
-    cuda = config.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
-    if cuda:
+    device = torch.device("cuda", place.local_rank) if _on_gpus(config) else torch.device("cpu")
+    if device.type == "cuda":
+        _check_gpus(place.local_rank + 1)
         # Kernels are launched on the current device, wherever their tensors are.
         torch.cuda.set_device(device)
     shared = config.all_reduce == "shared_memory"
     return ProcessGroup(place, device, timeout=config.collective_timeout, shared_memory=shared)
+
+
+def _on_gpus(config: EngineConfig) -> bool:
+    return config.device != "cpu" and torch.cuda.is_available()
+
+
+def _check_gpus(ranks: int) -> None:
+    """Raises ConfigError where this machine has fewer GPUs than ranks."""
+    if ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"{ranks} ranks need a GPU each and this machine has {torch.cuda.device_count()}: lower "
+            "tensor_parallel_size, or use device='cpu'"
+        )
 
 
 def set_threads(config: EngineConfig, ranks: int) -> None:

@@ -21,7 +21,7 @@ from phalanx.layout.partition import Block, Partition, attention_blocks
 from phalanx.models.container import LayerContainer
 from phalanx.models.hf_config import HFConfig, ModelConfigError
 from phalanx.models.kv_spec import KVCacheSpec, KVGroup, kv_groups
-from phalanx.models.late_sums import sums_may_be_late
+from phalanx.models.late_sums import set_late_sums, sums_may_be_late
 from phalanx.models.layers import Attention, Embedding, Linear, Norm, Unembedding, split_sizes
 from phalanx.models.parameter import DeclarationError, InferenceParameter
 from phalanx.models.placement import Placement
@@ -91,7 +91,7 @@ class TransformerModel(Traits):
         steps = type(self).forward_heads is TransformerModel.forward_heads
         self._norms_heads = steps and self.qk_norm and self.norm_type == "rms_norm"
         if sums_may_be_late(self, TransformerModel):
-            self.norm.late_sums = self.attn_out.late_sum = self.mlp_2.late_sum = True
+            set_late_sums(self, True)
         self.layers: list[Any] = []
         self.outer: Any = None
         self._kv: list[tuple[Tensor, Tensor]] = []

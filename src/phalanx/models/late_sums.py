@@ -20,6 +20,11 @@ _STEPS = (
 )
 
 
+def set_late_sums(model: TransformerModel, late: bool) -> None:
+    """Has the sums over the ranks wait for the norm, or has each linear make its own."""
+    model.norm.late_sums = model.attn_out.late_sum = model.mlp_2.late_sum = late
+
+
 def sums_may_be_late(model: TransformerModel, base: type[TransformerModel]) -> bool:
     """Whether what attention and MLP give goes nowhere but into the residual's norm.
 
