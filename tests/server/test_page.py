@@ -51,6 +51,54 @@ def ask(page, text):
     page.keyboard.press("Enter")
 
 
+def test_with_a_real_server(browser, server):
+    """Its own policy of what may run included, which is stricter than the stub's."""
+    with browser.new_context(viewport={"width": 1280, "height": 800}) as context:
+        page = context.new_page()
+        faults: list[str] = []
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda said: said.type == "error" and faults.append(said.text))
+        sent: list[dict] = []
+        page.on("request", lambda asked: asked.method == "POST" and sent.append(asked.post_data_json))
+        page.goto(server.url)
+        expect(page.get_by_label("Model", exact=True)).to_have_value("tiny")
+        expect(page.locator("#state")).to_have_text("ready")
+        top = page.locator("#chart-throughput div span").first
+        expect(top).to_have_text("top 1")
+        for label, value in {"Temperature": "0", "Max tokens": "40", "Seed": "3", "Repetition penalty": "1.1"}.items():
+            page.get_by_label(label).fill(value)
+        page.get_by_label("Show them in the next answers").check()
+        ask(page, "Hello")
+        expect(page.locator("article.assistant .foot")).to_contain_text("tokens")
+        asked = sent[-1]
+        assert (asked["temperature"], asked["max_tokens"], asked["repetition_penalty"]) == (0, 40, 1.1)
+        # The same request without a page: the same text, and the same probabilities.
+        plain = server.http.post("/v1/chat/completions", json={**asked, "stream": False, "stream_options": None}).json()
+        choice = plain["choices"][0]
+        tokens = page.locator("article.assistant .token")
+        shown = page.locator("article.assistant .text").evaluate("element => element.textContent")
+        assert shown == choice["message"]["content"]
+        first = choice["logprobs"]["content"][0]
+        tokens.first.hover()
+        expect(page.get_by_role("tooltip")).to_contain_text(f"log-probability {first['logprob']:.3f}")
+        assert page.get_by_role("tooltip").locator("tr").count() >= 5
+        # The colour of a token is its probability's.
+        assert float(tokens.first.evaluate("element => getComputedStyle(element).getPropertyValue('--p')")) > 0
+        expect(top).not_to_have_text("top 1")
+        page.get_by_label("Max tokens").fill("3500")
+        aborted = server.metric("requests_aborted")
+        ask(page, "Go on")
+        expect(page.locator("article.assistant .token").nth(60)).to_be_attached()
+        page.keyboard.press("Escape")
+        expect(page.locator("article.assistant .foot").last).to_contain_text("stopped")
+        server.wait_idle()
+        assert server.metric("requests_aborted") == aborted + 1
+        page.get_by_label("Temperature").fill("-1")
+        ask(page, "Refused by the page")
+        assert len(sent) == 2
+        assert not faults
+
+
 ANSWER = [delta(role="assistant", content=""), delta(content="Hello"), delta(content=" you"), delta(finish="stop")]
 USAGE = event(choices=[], usage={"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15})
 

@@ -14,6 +14,7 @@ from phalanx.bench.serving.load import Measured
 
 _WIDTH, _HEIGHT, _MARGIN, _GAP = 960, 500, 24, 44
 _BINS = 48
+_TALLEST = 0.78  # of a histogram's height: above it is room for the percentiles
 _COLOURS = {"ttft": "#c05f25", "itl": "#3b6fb6", "tokens": "#2b8a66", "open": "#8458b3"}
 _STYLE = """
   text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", Helvetica, Arial, sans-serif; fill: #1f2328; }
@@ -67,13 +68,15 @@ def _histogram(
     for at, count in enumerate(counts):
         if count:
             # A bin that holds anything can be seen.
-            tall = max(height * int(count) / int(counts.max()), 1.0)
+            tall = max(_TALLEST * height * int(count) / int(counts.max()), 1.0)
             parts.append(_box(x + at * bar, y + height - tall, bar - 1, tall, colour))
-    for label, value, up in (("p50", p50, 0), ("p99", p99, 14)):
+    for label, value, down in (("p50", p50, 0), ("p99", p99, 14)):
         mark = x + width * value / end
+        side, anchor = (4, "start") if value < end / 2 else (-4, "end")
         parts += [
-            _line("mark", mark, y + up - 2, mark, y + height, dashed=True),
-            f'<text class="soft" x="{mark - 4:.1f}" y="{y + up + 8:.1f}" text-anchor="end">{label} {value:.4g}</text>',
+            _line("mark", mark, y + down - 2, mark, y + height, dashed=True),
+            f'<text class="soft" x="{mark + side:.1f}" y="{y + down + 8:.1f}" text-anchor="{anchor}">'
+            f"{label} {value:.4g}</text>",
         ]
     parts += _ticks(x, y + height, width, end)
     beyond = sum(value > end for value in values)
