@@ -8,6 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.cli.conftest import run as run
 from tests.server.running import Server, serving
 
 

@@ -92,6 +92,7 @@ class EngineLoop:
         self._groups: dict[str, Running] = {}
         self._told_at = 0.0
         self._told_idle = True
+        self._changed = False
 
     def run(self) -> None:
         """Returns when told to end.
@@ -121,7 +122,7 @@ class EngineLoop:
         elif isinstance(message, Abort):
             self._groups.pop(str(message.number), None)
             self.llm.abort(str(message.number))
-        self._told_idle = False
+        self._changed = True
 
     def _step(self) -> list[Piece]:
         pieces: list[Piece] = []
@@ -129,17 +130,16 @@ class EngineLoop:
             pieces += self._groups[group.request_id].pieces()
             if group.finished:
                 del self._groups[group.request_id]
-        self._told_idle = False
+        self._changed = True
         return pieces
 
     def _tells(self) -> bool:
-        """Whether it is time for statistics: a few times a second, and once when nothing is left to do."""
-        now = time.monotonic()
-        if now - self._told_at < _STATS_SECONDS and (self.llm.has_work or self._told_idle):
-            return False
-        self._told_at = now
-        self._told_idle = not self.llm.has_work
-        return True
+        """Whether it is time for statistics: a few times a second, and whenever work begins or ends."""
+        idle, now = not self.llm.has_work, time.monotonic()
+        news = idle != self._told_idle or (self._changed and (idle or now - self._told_at >= _STATS_SECONDS))
+        if news:
+            self._told_at, self._told_idle, self._changed = now, idle, False
+        return news
 
 
 class Running:
