@@ -50,8 +50,8 @@ class Stub:
     Attributes:
         script: what the next answers stream.
         refuse: (status, JSON) with which chats are answered instead.
-        key: if set, all but the page and /health want it.
-        healthy: whether the engine lives.
+        key: if set, all but the page, /health and /ready want it.
+        healthy, ready: whether the engine lives, and takes requests.
         figures: the series of /metrics.
         asked: bodies of the chats.
         closed: set when a client left a stream before its end.
@@ -61,7 +61,7 @@ class Stub:
         self.script: list[bytes | float] = []
         self.refuse: tuple[int, dict[str, Any]] | None = None
         self.key = ""
-        self.healthy = True
+        self.healthy = self.ready = True
         self.figures: dict[str, float] = {}
         self.asked: list[dict[str, Any]] = []
         self.closed = threading.Event()
@@ -93,6 +93,8 @@ class Stub:
             answer(request, 200, PAGE.read_bytes(), "text/html; charset=utf-8")
         elif request.path == "/health":
             answer(request, 200 if self.healthy else 503, b"{}")
+        elif request.path == "/ready":
+            answer(request, 200 if self.ready else 503, b"{}")
         elif not self._let_in(request):
             return
         elif request.path == "/v1/models":

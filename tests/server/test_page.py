@@ -327,7 +327,9 @@ def test_an_engine_that_is_lost_and_found(page, stub):
     stub.healthy, stub.refuse = False, (503, {"error": {"message": "gone"}})
     ask(page, "Hi")
     expect(page.locator("#state")).to_have_text("engine lost")
-    stub.healthy = True
+    stub.healthy, stub.ready = True, False
+    expect(page.locator("#state")).to_have_text("not ready")
+    stub.ready = True
     expect(page.locator("#state")).to_have_text("ready")
 
 

@@ -362,6 +362,8 @@ def _print(found: dict[str, Any]) -> None:
     if times.rows:
         console.print(times)
     for error in found["errors"]:
-        console.print(f"{error['count']} x {error['kind']}: {error['example']}", style="red", markup=False)
+        console.print(
+            f"{error['count']} x {error['kind']}: {error['example']}", style="red", markup=False, soft_wrap=True
+        )
     for warning in found["warnings"]:
-        console.print(f"Warning: {warning}", style="yellow", markup=False)
+        console.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)

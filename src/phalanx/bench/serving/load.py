@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 _TICK = 0.01
+# Servers close idle connections, many after 5 s: one that is about to be closed must not be used again.
+_KEEP_ALIVE_SECONDS = 2
 _encode = msgspec.json.Encoder().encode
 
 
@@ -109,9 +111,9 @@ async def open_session(key: str, timeout: float) -> AsyncIterator[aiohttp.Client
     import aiohttp
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with aiohttp.ClientSession(
-        headers=headers, timeout=aiohttp.ClientTimeout(total=timeout), connector=aiohttp.TCPConnector(limit=0)
-    ) as session:
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+    limit = aiohttp.ClientTimeout(total=timeout)
+    async with aiohttp.ClientSession(headers=headers, timeout=limit, connector=connector) as session:
         yield session
 
 
