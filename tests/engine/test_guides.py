@@ -342,6 +342,11 @@ def test_whitespace_is_bounded() -> None:
     for token in tokenizer.encode("  ", add_special_tokens=False):
         matcher.advance(token)
     assert matcher.error is not None
+    schema = {"type": "object", "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": r"\s+"}}
+    loose = GuideCompiler(tokenizer).compile(Guide(kind="json_schema", text=schema)).matcher()
+    for token in tokenizer.encode("{   \n  }", add_special_tokens=False):
+        loose.advance(token)
+    assert loose.error is None and loose.complete
 
 
 @pytest.mark.parametrize("loop", ["plain", "async"])

@@ -218,7 +218,7 @@ def _grammar_of(guide: Guide) -> str:
     if guide.kind in ("json_object", "json_schema"):
         schema = {"type": "object"} if guide.kind == "json_object" else parse_json(guide.text, "the JSON schema")
         check_schema(schema)
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _ONE_SPACE})
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _ONE_SPACE})
     elif guide.kind == "regex":
         grammar = LLMatcher.grammar_from_regex(guide.text)
     elif guide.kind == "grammar":
