@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from phalanx import LLM
+from phalanx import LLM, Guide
 from phalanx.engine.block_pool import DUMMY_BLOCK
 from phalanx.engine.request_group import RequestGroup
 from phalanx.engine.sequence import Status
@@ -32,10 +32,10 @@ def _folder(tiny_folder: Path) -> None:
 
 
 @cache
-def answer_alone(prompt: tuple[int, ...], max_tokens: int, seed: int | None) -> list[int]:
+def answer_alone(prompt: tuple[int, ...], max_tokens: int, seed: int | None, guide: Guide | None) -> list[int]:
     """The request alone in a roomy engine; that engine is compared with transformers elsewhere."""
     params: dict[str, Any] = {} if seed is None else {"temperature": 1.0, "seed": seed, "top_p": 0.9}
-    output = roomy().generate([list(prompt)], max_tokens=max_tokens, **params)[0]
+    output = roomy().generate([list(prompt)], max_tokens=max_tokens, guide=guide, **params)[0]
     return output.outputs[0].token_ids
 
 
@@ -63,17 +63,21 @@ class Engine(RuleBasedStateMachine):
             # Where kernels depend on the batch, fp32 rounding could move a draw across the border of two tokens.
             dtype="float64",
         )
-        self.asked: dict[str, tuple[RequestGroup, tuple[int, ...], int, int | None, bool]] = {}
+        self.asked: dict[str, tuple[RequestGroup, tuple[int, ...], int, int | None, Guide | None, bool]] = {}
 
     @rule(
-        prompt=PROMPTS, max_tokens=st.integers(1, 12), seed=st.one_of(st.none(), st.integers(0, 3)), n=st.integers(1, 3)
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 12),
+        seed=st.one_of(st.none(), st.integers(0, 3)),
+        n=st.integers(1, 3),
+        guide=st.sampled_from([None, Guide(kind="regex", text="[a-f]{2,9}"), Guide(kind="choice", text=["yes", "no"])]),
     )
-    def add(self, prompt: list[int], max_tokens: int, seed: int | None, n: int) -> None:
-        params: dict[str, Any] = {"max_tokens": max_tokens}
+    def add(self, prompt: list[int], max_tokens: int, seed: int | None, n: int, guide: Guide | None) -> None:
+        params: dict[str, Any] = {"max_tokens": max_tokens, "guide": guide}
         if seed is not None:
             params.update(temperature=1.0, seed=seed, top_p=0.9, n=n)
         name = self.llm.add_request(prompt, params)
-        self.asked[name] = (self.llm.group_of(name), tuple(prompt), max_tokens, seed, False)
+        self.asked[name] = (self.llm.group_of(name), tuple(prompt), max_tokens, seed, guide, False)
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
@@ -84,9 +88,9 @@ class Engine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.asked)))
-        group, prompt, max_tokens, seed, _ = self.asked[name]
+        group, prompt, max_tokens, seed, guide, _ = self.asked[name]
         self.llm.abort(name)
-        self.asked[name] = (group, prompt, max_tokens, seed, True)
+        self.asked[name] = (group, prompt, max_tokens, seed, guide, True)
 
     @invariant()
     def books_balance(self) -> None:
@@ -115,14 +119,14 @@ class Engine(RuleBasedStateMachine):
             steps += 1
             assert steps < 3000, "no progress"
         self.llm.core.check_idle()
-        for group, prompt, max_tokens, seed, aborted in self.asked.values():
+        for group, prompt, max_tokens, seed, guide, aborted in self.asked.values():
             for request in group.requests:
                 assert request.is_finished
                 if request.finish_reason == "abort":
                     assert aborted
                     continue
                 own = None if seed is None else seed + request.index
-                assert request.tokens[request.prompt_len :] == answer_alone(prompt, max_tokens, own)
+                assert request.tokens[request.prompt_len :] == answer_alone(prompt, max_tokens, own, guide)
         self.llm.close()
 
 
