@@ -131,7 +131,9 @@ def test_echo_gives_the_prompts_logprobs(client: openai.OpenAI, llm: LLM) -> Non
     assert (choice.text, choice.finish_reason) == ("hello", "length")
     assert choice.logprobs.tokens == ["hell", "o"] and choice.logprobs.text_offset == [0, 4]
     ids = expected.prompt_token_ids
-    values = [None if entry is None else entry[token] for token, entry in zip(ids, expected.prompt_logprobs)]
+    values = [
+        None if entry is None else entry[token] for token, entry in zip(ids, expected.prompt_logprobs, strict=True)
+    ]
     assert choice.logprobs.token_logprobs[0] is None is choice.logprobs.top_logprobs[0]
     assert choice.logprobs.token_logprobs[1] == pytest.approx(values[1], abs=1e-4)
     drawn = client.completions.create(model=NAME, prompt="hello", max_tokens=3, echo=True, logprobs=0, temperature=0)

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from phalanx.server.errors import ApiError, ClientGone
@@ -34,17 +35,16 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
     try:
         return schema.model_validate_json(data, strict=True)
     except ValidationError as error:
-        raise explained(error, schema) from None
+        raise explained(error, schema, data) from None
 
 
-def explained(error: ValidationError, schema: type[BaseModel]) -> ApiError:
-    """A 400 that names the field at fault."""
+def explained(error: ValidationError, schema: type[BaseModel], data: bytes) -> ApiError:
+    """A 400 that names the field of the body ``data`` that is at fault."""
     faults = error.errors(include_url=False, include_context=False)
     fault = faults[0]
     if fault["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {fault['msg'].removeprefix('Invalid JSON: ')}")
-    names = [str(part) for part in fault["loc"] if isinstance(part, int) or _is_field(str(part))]
-    field = ".".join(names)
+    field = ".".join(_place(fault["loc"], fault["type"] == "missing", from_json(data)))
     if fault["type"] == "extra_forbidden":
         hint = getattr(schema, "HINTS", {}).get(field, "remove it")
         return ApiError(400, f"{field} is not supported here: {hint}", param=field, code="unsupported_parameter")
@@ -60,9 +60,16 @@ def explained(error: ValidationError, schema: type[BaseModel]) -> ApiError:
     return ApiError(400, f"{field}: {text}{_given(fault['input'])}", param=field)
 
 
-def _is_field(name: str) -> bool:
-    """Whether a part of a fault's place is a name in the body, not pydantic's name for one of a union's kinds."""
-    return name.isidentifier() and not name[:1].isupper()
+def _place(parts: tuple[int | str, ...], missing: bool, body: Any) -> list[str]:
+    """The parts of a fault's place that are in the body, without pydantic's names for the kinds of a union."""
+    found = []
+    for number, part in enumerate(parts):
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            body = body[part]  # type: ignore[index]
+        elif not (missing and number == len(parts) - 1):
+            continue
+        found.append(str(part))
+    return found
 
 
 def _given(value: Any) -> str:
