@@ -81,7 +81,7 @@ class EngineOptions:
         str | None, _engine("--loop", help="plain, async or auto: plain on the CPU, async on a GPU. \\[auto]")
     ] = None
     all_reduce: Annotated[
-        str | None, _engine("--all-reduce", help="Between GPUs: shared_memory within a machine, or nccl. \\[shared_memory]")
+        str | None, _engine("--all-reduce", help="Of GPUs: shared_memory within a machine, or nccl. \\[shared_memory]")
     ] = None
     op: Annotated[
         list[str], _engine("--op", metavar="OP=NAME", help="Force an op's back end: attention=reference. Repeatable.")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -19,6 +22,7 @@ from phalanx.training.norm import GradientNorm, clip_coefficient, scale_gradient
 from phalanx.training.precision import LossScale, Precision
 from phalanx.training.repoint import OwnedStep, check_optimizer, names_by_group, repoint
 from phalanx.training.setup import make_equal, place, select, shard
+from phalanx.training.state import Writing, load, save
 
 
 class TrainingEngine:
@@ -62,6 +66,7 @@ class TrainingEngine:
         self._has_gradients = False
         self._applied = False
         self._norm: Tensor | None = None
+        self._writing: Writing | None = None
 
         precision = Precision.of(config)
         precision.check(module)
@@ -256,6 +261,82 @@ class TrainingEngine:
         """After `fragment.tensor`s were changed (a checkpoint was loaded): bring the parameters of all ranks up to
         date. Called by all ranks."""
         self._shards.publish()
+
+    @property
+    def fragments_are_shared_out(self) -> bool:
+        """Whether each data-parallel rank owns its own elements; if not, all of them own all."""
+        return self._shards.sharded
+
+    @property
+    def trained_names(self) -> frozenset[str]:
+        """The parameters that the optimizer updates."""
+        return frozenset(self._trained)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        asynchronous: bool = False,
+    ) -> bool:
+        """Write all that the run needs to go on into `save_dir/tag`; called by all ranks, which see one folder.
+
+        The checkpoint is there whole or not at all, and one that it replaces stays until then.
+
+        Args:
+            tag: default: `global_stepN`.
+            client_state: JSON values of the caller's own.
+            save_latest: `load_checkpoint` takes this one unless it is told a tag.
+            exclude_frozen_parameters: leave out what is not trained.
+            asynchronous: copy the state to the host's memory, and write while the training goes on; the next save, or
+                `wait_for_checkpoint`, raises what went wrong.
+
+        Raises CheckpointError, on all ranks: state that cannot be saved, ranks that disagree, a disk that is full.
+        """
+        self.wait_for_checkpoint()
+        self._writing = save(
+            self,
+            Path(save_dir),
+            f"global_step{self.global_steps}" if tag is None else str(tag),
+            client_state,
+            latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            asynchronous=asynchronous,
+        )
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when an asynchronous checkpoint of this rank is written (on rank 0: of all ranks)."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint of any number of ranks and any ZeRO stage; called by all ranks.
+
+        Returns its path and the client state; (None, None), with a warning, where there is none and no tag was given.
+        Raises CheckpointError, on all ranks, for a checkpoint that is broken or of another model or optimizer.
+        """
+        self.wait_for_checkpoint()
+        return load(
+            self,
+            Path(load_dir),
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
 
     def module_state_dict(self) -> dict[str, Any]:
         """The module's state: of this TP rank its shards, whole over the DP ranks. Called by all ranks."""

@@ -1,0 +1,454 @@
+"""What a training run is at one moment, into a checkpoint and out of it; written by one grid of ranks, read by any.
+
+Saved are the master weights and the optimizer's state of what is trained, the values of what is not, the schedule, the
+loss scale, the counters and each rank's random state. Everything that is cut is saved as boxes of the whole tensor, so
+tensor-parallel size, data-parallel size and ZeRO stage may change from one run to the next. The same grid goes on with
+the same random numbers; another one is seeded anew, from the step and the data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from phalanx.distributed.mesh import Mesh
+from phalanx.training.checkpoint_folder import (
+    CheckpointError,
+    RankWriter,
+    Saved,
+    check_tag,
+    commit,
+    newest_tag,
+    partial_folder,
+)
+from phalanx.training.fragments import by_parameter
+from phalanx.training.parts import is_written_here, parts
+
+if TYPE_CHECKING:
+    from phalanx.training.engine import TrainingEngine
+
+_log = logging.getLogger(__name__)
+
+WRITING_SECONDS = 1800.0
+"""How long rank 0 waits for the other ranks to have written."""
+
+
+class Writing:
+    """A checkpoint that is being written behind the training."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="phalanx checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when it is there. Raises what went wrong."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._error = error
+
+
+def save(
+    engine: TrainingEngine,
+    folder: Path,
+    tag: str,
+    client_state: Mapping[str, Any],
+    *,
+    latest: bool,
+    exclude_frozen: bool,
+    asynchronous: bool,
+) -> Writing | None:
+    """Writes a checkpoint; called by all ranks. Returns when it is there, or, asynchronous, what waits for it.
+
+    Raises:
+        CheckpointError, on all ranks: a tag that is no name or differs between ranks, state that cannot be saved, a
+            rank that could not write. What was there before is untouched then.
+    """
+    mesh = engine.mesh
+    rank, world = _place(mesh)
+    partial = partial_folder(folder, check_tag(tag))
+    _check_same(mesh, tag)
+    with _together(mesh, "preparing the folder"):
+        if rank == 0:
+            _clear(partial)
+    writer = RankWriter(partial, rank, keep=asynchronous)
+    with _together(mesh, "collecting the state"):
+        scalars = _collect(engine, writer, exclude_frozen)
+        extra = {"tp": mesh.tp.rank, "dp": mesh.dp.rank, "scalars": scalars, "random": _random_state(writer, mesh)}
+        about = _about(engine, client_state) if rank == 0 else {}
+
+    def write() -> None:
+        try:
+            writer.finish(extra)
+        except Exception as error:
+            writer.fail(f"{type(error).__name__}: {error}")
+            raise
+        if rank == 0:
+            commit(folder, tag, world, about, latest=latest, patience=WRITING_SECONDS)
+
+    if asynchronous:
+        return Writing(write)
+    with _together(mesh, "writing"):
+        write()
+    return None
+
+
+def load(
+    engine: TrainingEngine,
+    folder: Path,
+    tag: str | None,
+    *,
+    strict: bool = True,
+    optimizer: bool = True,
+    scheduler: bool = True,
+    module_only: bool = False,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Reads a checkpoint into the engine; called by all ranks. Returns its path and the client state, or (None, None)
+    where no tag is given and the folder has no checkpoint.
+
+    Args:
+        strict: the checkpoint has exactly the parameters of the model; else, those that it lacks stay as they are.
+        optimizer, scheduler: whether their states are read.
+        module_only: the weights and nothing else, the counters included.
+
+    Raises:
+        CheckpointError, on all ranks: a checkpoint that is broken or of another model. Weights may be half read then.
+    """
+    mesh = engine.mesh
+    tag = tag if tag is not None else newest_tag(folder)
+    if tag is None:
+        _log.warning("%s has no checkpoint (no file called latest): nothing is loaded", folder)
+        return None, None
+    path = folder / check_tag(str(tag))
+    with _together(mesh, f"loading {path}"), Saved(path) as saved:
+        _check_model(engine, saved, strict)
+        _read_weights(engine, saved)
+        if optimizer and not module_only and engine.optimizer is not None:
+            _read_optimizer(engine, saved)
+    engine.refresh_parameters()
+    index = saved.index
+    if module_only:
+        return str(path), index["client_state"]
+    if scheduler and engine.lr_scheduler is not None and index["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(index["lr_scheduler"])
+    engine.loss_scaler.load_state_dict(index["loss_scaler"])
+    engine.global_steps, engine.skipped_steps = index["global_steps"], index["skipped_steps"]
+    # Gradients are not saved: the passes of a step that was not over are run again, as many as this run needs.
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    _go_on_drawing(engine, path, index)
+    return str(path), index["client_state"]
+
+
+# Saving.
+
+
+def _collect(engine: TrainingEngine, writer: RankWriter, exclude_frozen: bool) -> dict[str, dict[str, Any]]:
+    """Gives the writer all that this rank saves; returns what is one number a parameter."""
+    registry, mesh = engine.registry, engine.mesh
+    writes = mesh.dp.rank == 0
+    scalars: dict[str, dict[str, Any]] = {}
+    owners = engine.fragments if engine.fragments_are_shared_out or writes else []
+    for fragment in owners:
+        shape = registry[fragment.name].shape
+        for entry, values in [("master", fragment.tensor), *_states(engine, fragment, scalars)]:
+            for box, part in parts(registry, fragment.name, fragment.start, values):
+                if is_written_here(registry, fragment.name, box):
+                    writer.add(f"{entry}/{fragment.name}", shape, box, part)
+    trained = engine.trained_names
+    for name, parameter in engine.module.named_parameters():
+        if name in trained or exclude_frozen:
+            continue
+        start, values = _held(parameter, registry.local_shape(name), mesh)
+        if not (writes or isinstance(parameter, DTensor)):
+            continue
+        for box, part in parts(registry, name, start, values):
+            if is_written_here(registry, name, box):
+                writer.add(f"model/{name}", registry[name].shape, box, part)
+    if writes and mesh.tp.rank == 0:
+        for name, buffer in _buffers(engine):
+            writer.add(f"buffer/{name}", tuple(buffer.shape), tuple(slice(0, n) for n in buffer.shape), buffer)
+    return scalars
+
+
+def _states(engine: TrainingEngine, fragment: Any, scalars: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer's tensors of a fragment, each under the name of its entry; single numbers go to `scalars`."""
+    state = {} if engine.optimizer is None else engine.optimizer.state.get(fragment.tensor, {})
+    for key, value in state.items():
+        if key != "step" and isinstance(value, Tensor) and value.shape == fragment.tensor.shape:
+            yield f"optimizer/{key}", value
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            number = {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+            scalars.setdefault(fragment.name, {})[key] = number
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            scalars.setdefault(fragment.name, {})[key] = {"dtype": None, "value": value}
+        else:
+            what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise CheckpointError(
+                f"{type(engine.optimizer).__name__} keeps {key!r} of {fragment.name} as {what}: only states with the "
+                f"shape of the parameter ({tuple(fragment.tensor.shape)}) and single numbers can be saved"
+            )
+
+
+def _about(engine: TrainingEngine, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    scheduler = engine.lr_scheduler
+    config = getattr(engine.module, "config", None)
+    generation = getattr(engine.module, "generation_config", None)
+    return {
+        "tp": engine.mesh.tp.size,
+        "dp": engine.mesh.dp.size,
+        "stage": engine.zero_optimization_stage(),
+        "model": _fingerprint(engine),
+        "partitions": {name: layout.partition.to_json() for name, layout in engine.registry.items()},
+        "model_config": json_of(config),
+        "generation_config": json_of(generation),
+        "tied": _tied(engine.module),
+        "optimizer": None if engine.optimizer is None else type(engine.optimizer).__name__,
+        "param_groups": [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in ([] if engine.optimizer is None else engine.optimizer.param_groups)
+        ],
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "loss_scaler": engine.loss_scaler.state_dict(),
+        "global_steps": engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        "client_state": dict(client_state),
+    }
+
+
+def json_of(config: Any) -> dict[str, Any] | None:
+    """A config of transformers as JSON values; None for anything else."""
+    to_json = getattr(config, "to_json_string", None)
+    if to_json is None:
+        return None
+    found: dict[str, Any] = json.loads(to_json(use_diff=False))
+    return found
+
+
+def _fingerprint(engine: TrainingEngine) -> str:
+    """Of the names and whole shapes of all parameters, however they are cut."""
+    text = "\n".join(f"{name} {list(layout.shape)}" for name, layout in sorted(engine.registry.items()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tied(module: torch.nn.Module) -> dict[str, str]:
+    """The further names of parameters that have several -> the one under which they are saved."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def _buffers(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
+    """Those that belong to the model's state."""
+    kept = engine.module.state_dict().keys()
+    return ((name, buffer) for name, buffer in engine.module.named_buffers() if name in kept)
+
+
+def _held(parameter: Tensor, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, Tensor]:
+    """What this rank holds of a parameter that is not trained: from which element of its shard on, and the values."""
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.data
+    local = parameter.to_local().detach()
+    rows = -(-shape[0] // mesh.dp.size)
+    return mesh.dp.rank * rows * (local.numel() // max(local.shape[0], 1)), local
+
+
+def _random_state(writer: RankWriter, mesh: Mesh) -> dict[str, Any]:
+    """The states of the generators of this rank; those of torch go to its files."""
+    numpy_kind, numpy_keys, *numpy_rest = np.random.get_state()
+    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(numpy_keys, np.int64))}
+    if mesh.device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(mesh.device)
+    for name, tensor in tensors.items():
+        writer.add(f"random/{writer.rank}/{name}", tuple(tensor.shape), (slice(0, tensor.numel()),), tensor)
+    version, internal, gauss = random.getstate()
+    return {"python": [version, list(internal), gauss], "numpy": [numpy_kind, *numpy_rest]}
+
+
+# Loading.
+
+
+def _check_model(engine: TrainingEngine, saved: Saved, strict: bool) -> None:
+    """Raises CheckpointError where the checkpoint is of another model, naming everything that differs."""
+    there = _saved_parameters(saved)
+    here = {name: layout.shape for name, layout in engine.registry.items()}
+    problems = [
+        f"{name} is {list(there[name])} in the checkpoint and {list(shape)} in the model"
+        for name, shape in here.items()
+        if name in there and there[name] != shape
+    ]
+    if strict:
+        for name in here.keys() - there.keys():
+            near = get_close_matches(name, there, 1)
+            problems.append(f"{name} is not in the checkpoint" + (f"; the nearest there is {near[0]}" if near else ""))
+        problems += [f"{name} of the checkpoint is not in the model" for name in there.keys() - here.keys()]
+    if problems:
+        listed = "\n  ".join(sorted(problems)[:20])
+        raise CheckpointError(f"{saved.path} is not of this model ({len(problems)} differences):\n  {listed}")
+
+
+def _saved_parameters(saved: Saved) -> dict[str, tuple[int, ...]]:
+    """The whole shape of each parameter that is saved."""
+    found = {}
+    for entry in saved.entries:
+        kind, _, name = entry.partition("/")
+        if kind in ("master", "model"):
+            found[name] = saved.shape(entry)
+    return found
+
+
+def _read_weights(engine: TrainingEngine, saved: Saved) -> None:
+    registry, mesh = engine.registry, engine.mesh
+    places = [(f.name, f.start, f.tensor.data) for f in engine.fragments]
+    trained = engine.trained_names
+    for name, parameter in engine.module.named_parameters():
+        if name not in trained:
+            places.append((name, *_held(parameter, registry.local_shape(name), mesh)))
+    for name, start, values in places:
+        entry = next((e for e in (f"master/{name}", f"model/{name}") if e in saved.entries), None)
+        if entry is not None:
+            _fill(engine, saved, entry, name, start, values)
+    for name, buffer in _buffers(engine):
+        entry = f"buffer/{name}"
+        if entry in saved.entries and saved.shape(entry) == tuple(buffer.shape):
+            buffer.copy_(saved.read(entry))
+
+
+def _fill(engine: TrainingEngine, saved: Saved, entry: str, name: str, start: int, values: Tensor) -> None:
+    for box, part in parts(engine.registry, name, start, values):
+        saved.read_into(part, entry, box)
+
+
+def _read_optimizer(engine: TrainingEngine, saved: Saved) -> None:
+    optimizer, index = engine.optimizer, saved.index
+    if optimizer is None:
+        return
+    if index["optimizer"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{saved.path} holds the state of {index['optimizer']}, this run has {type(optimizer).__name__}: use the "
+            "same optimizer, or load with load_optimizer_states=False"
+        )
+    groups = index["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{saved.path} has {len(groups)} param groups, this optimizer {len(optimizer.param_groups)}: make them the "
+            "same, or load with load_optimizer_states=False"
+        )
+    for group, told in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in told.items()})
+    keys = dict.fromkeys(entry.split("/")[1] for entry in saved.entries if entry.startswith("optimizer/"))
+    scalars: dict[str, Any] = {}
+    for rank in index["ranks"]:
+        scalars.update(rank["scalars"])
+    on_device = {id(p) for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
+    for name, fragments in by_parameter(engine.fragments).items():
+        for fragment in fragments:
+            state: dict[str, Any] = {}
+            for key, told in scalars.get(name, {}).items():
+                device = fragment.tensor.device if id(fragment.tensor) in on_device else "cpu"
+                kind = told["dtype"]
+                value = told["value"]
+                state[key] = value if kind is None else torch.tensor(value, dtype=getattr(torch, kind), device=device)
+            for key in keys:
+                entry = f"optimizer/{key}/{name}"
+                if entry in saved.entries:
+                    values = torch.empty_like(fragment.tensor, dtype=saved.dtype(entry), requires_grad=False)
+                    _fill(engine, saved, entry, name, fragment.start, values)
+                    state[key] = values
+            optimizer.state.pop(fragment.tensor, None)
+            if state:
+                optimizer.state[fragment.tensor] = state
+
+
+def _go_on_drawing(engine: TrainingEngine, path: Path, index: Mapping[str, Any]) -> None:
+    mesh = engine.mesh
+    if (index["tp"], index["dp"]) != (mesh.tp.size, mesh.dp.size):
+        seed = crc32(f"{index['global_steps']}/{mesh.dp.rank}".encode())
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        _log.info(
+            "the checkpoint is of tensor parallelism %d x data parallelism %d, this run of %d x %d: the random "
+            "generators are seeded anew",
+            index["tp"],
+            index["dp"],
+            mesh.tp.size,
+            mesh.dp.size,
+        )
+        return
+    rank, _ = _place(mesh)
+    told = index["ranks"][rank]["random"]
+    with Saved(path) as saved:
+        states = {
+            name: saved.read(f"random/{rank}/{name}")
+            for name in ("torch", "numpy", "cuda")
+            if f"random/{rank}/{name}" in saved.entries
+        }
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and mesh.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], mesh.device)
+    version, internal, gauss = told["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, *rest = told["numpy"]
+    np.random.set_state((kind, states["numpy"].numpy().astype(np.uint32), *rest))
+
+
+# Ranks together.
+
+
+def _place(mesh: Mesh) -> tuple[int, int]:
+    """This rank among all, and how many there are."""
+    return mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.dp.size * mesh.tp.size
+
+
+def _most(mesh: Mesh, *numbers: int) -> list[int]:
+    """The largest of each number over all ranks."""
+    found = torch.tensor(numbers, dtype=torch.int64, device=mesh.device)
+    return [int(n) for n in mesh.dp.all_reduce(mesh.tp.all_reduce(found, "max"), "max").tolist()]
+
+
+def _check_same(mesh: Mesh, tag: str) -> None:
+    mark = crc32(tag.encode())
+    most, least = _most(mesh, mark, -mark)
+    if most != -least:
+        raise CheckpointError(f"the ranks save under different tags, this one under {tag!r}: give all the same")
+
+
+class _together:
+    """An error within it, on any rank, is raised on all of them; nobody goes on before all are through."""
+
+    def __init__(self, mesh: Mesh, what: str) -> None:
+        self._mesh = mesh
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return
+        if _most(self._mesh, int(error is not None))[0] and error is None:
+            raise CheckpointError(f"{self._what}: another rank has failed, see its error")
+
+
+def _clear(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
