@@ -15,7 +15,7 @@ from tests.server.running import Server, serving
 @pytest.fixture(scope="session")
 def server(tiny_folder: Path) -> Iterator[Server]:
     """It must have no block in use when all tests are done."""
-    with serving(tiny_folder) as running:
+    with serving(tiny_folder, "--tool-format", "hermes") as running:
         yield running
         running.wait_idle()
 

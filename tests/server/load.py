@@ -48,9 +48,11 @@ async def ask(host: str, port: int, dice: random.Random, counts: Counter[str]) -
             return
         answer = await reader.read()
         status = answer.split(b" ", 2)[1].decode()
+        if status == "200" and b'"code":"request_timeout"' in answer:
+            status = "408"
+        elif status == "200" and b'"error":' in answer:
+            status = "broken stream"
         counts[status] += 1
-        if status == "200" and (b'"error":' in answer or not answer.rstrip().endswith((b"[DONE]", b"}", b"0"))):
-            counts["broken stream"] += 1
     except TimeoutError:
         counts["left early"] += 1
     finally:

@@ -88,7 +88,6 @@ def test_refused_fields_are_named(server: Server, fields: dict[str, Any], param:
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens"),
         ({"chat_template": "x"}, "--trust-request-chat-template"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "--tool-format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "none"}}}}, "schema"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"reasoning_effort": "high"}, "chat_template_kwargs"),

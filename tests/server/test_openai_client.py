@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -220,8 +222,6 @@ def test_the_client_raises_its_own_errors(client: openai.OpenAI) -> None:
 
 
 def test_json_follows_the_schema(client: openai.OpenAI) -> None:
-    import json
-
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
     answer = client.chat.completions.create(
@@ -234,3 +234,43 @@ def test_json_follows_the_schema(client: openai.OpenAI) -> None:
     assert chosen.choices[0].text in ("yes", "no") and chosen.choices[0].finish_reason == "stop"
     with pytest.raises(openai.BadRequestError, match=r"unclosed|regex"):
         client.completions.create(model=NAME, prompt="hi", extra_body={"structured_outputs": {"regex": "("}})
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_functions_are_called(client: openai.OpenAI, choice: Any) -> None:
+    asked = {"model": NAME, "messages": QUESTION, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 150}
+    asked |= {"parallel_tool_calls": False, "seed": 1}
+    answer = client.chat.completions.create(**asked).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    name, arguments, reason = "", "", None
+    for chunk in client.chat.completions.create(stream=True, **asked):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            assert delta.index == 0
+            name += delta.function.name or ""
+            arguments += delta.function.arguments or ""
+        reason = chunk.choices[0].finish_reason or reason
+    assert (name, arguments, reason) == ("weather", call.function.arguments, "tool_calls")
+    # What was called, and what it gave, are part of the next turn.
+    turn = [
+        *QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [call.model_dump()]},
+        {"role": "user", "content": "sunny"},
+    ]
+    again = client.chat.completions.create(model=NAME, messages=turn, tools=[WEATHER], max_tokens=3)
+    assert again.usage.completion_tokens <= 3

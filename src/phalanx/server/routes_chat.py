@@ -61,7 +61,7 @@ async def _prepare(service: Service, body: ChatRequest, record: RequestRecord) -
         skip_special_tokens=False if parser is not None and parser.needs_special_tokens else body.skip_special_tokens,
     )
     ids = await service.encode_plain(text)
-    await service.check(ids, params)
+    await service.check(ids, params, "tools" if body.forces_call else body.guide_field)
     record.user = body.user
     if service.settings.log_prompts:
         record.prompts.append(text)

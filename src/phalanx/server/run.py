@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import sys
@@ -118,6 +119,9 @@ class _Server(uvicorn.Server):
         except EngineStartError:
             self.should_exit = True
             raise
+        # What is there now stays: without it, full collections are cheap, and come before their garbage is large.
+        gc.collect()
+        gc.freeze()
         on_ready(self._service)
 
     @contextmanager

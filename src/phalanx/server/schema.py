@@ -144,6 +144,11 @@ class Sampling(Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def guide_field(self) -> str:
+        """Which field says what the answer looks like."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
     def guide(self) -> Guide | None:
         """What the answer must look like.
 
@@ -155,8 +160,7 @@ class Sampling(Strict):
                 return self.structured_outputs.guide()
             return self.response_format.guide() if self.response_format is not None else None
         except ValueError as error:
-            field = "structured_outputs" if self.structured_outputs is not None else "response_format"
-            raise ApiError(400, f"{field}: {_reasons(error)}", param=field) from None
+            raise ApiError(400, f"{self.guide_field}: {_reasons(error)}", param=self.guide_field) from None
 
     def params(self, **more: Any) -> SamplingParams:
         """The engine's settings; ``more`` wins.

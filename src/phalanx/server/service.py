@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from phalanx.engine.guides import Guide, GuideCompiler
@@ -151,9 +152,9 @@ class Service:
         """The token ids of a text, unchecked."""
         return await self._read(len(text), lambda reader: reader.encode(text, special), "prompt")
 
-    async def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+    async def check(self, token_ids: Sequence[int], params: SamplingParams, guide_field: str) -> None:
         """Raises ApiError 400 for what the engine could not honour: a prompt that is too long, ids outside the
-        vocabulary, a guide that cannot be used."""
+        vocabulary, a guide, from the field that is named, that cannot be used."""
         reader = self._reader(self.tokenizer)
         try:
             reader.max_tokens(len(token_ids), params)
@@ -161,29 +162,29 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error)) from None
         if params.guide is not None:
-            await self._check_guide(params.guide)
+            await self._check_guide(params.guide, guide_field)
 
-    async def _check_guide(self, guide: Guide) -> None:
-        if self._compiler is None:
-            ready = self.ready
-            make = lambda: GuideCompiler(self._thread_tokenizer, ready.vocab_size, frozenset(ready.eos_token_ids))  # noqa: E731
-            self._compiler = await self._in_thread(make, "response_format")
-        compiler = self._compiler
-        await self._in_thread(lambda: compiler.compile(guide), "response_format")
+    async def _check_guide(self, guide: Guide, field: str) -> None:
+        try:
+            if self._compiler is None:
+                ready = self.ready
+                make = partial(GuideCompiler, self._thread_tokenizer, ready.vocab_size, ready.eos_token_ids)
+                self._compiler = await self._in_thread(make)
+            # Not in the tokenizer's thread: compiling may take seconds.
+            await asyncio.to_thread(self._compiler.compile, guide)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=field) from None
 
     async def _read(self, size: int, read: Callable[[PromptReader], Result], param: str) -> Result:
-        if size >= _LONG_TEXT:
-            return await self._in_thread(lambda: read(self._reader(self._thread_tokenizer)), param)
         try:
+            if size >= _LONG_TEXT:
+                return await self._in_thread(lambda: read(self._reader(self._thread_tokenizer)))
             return read(self._reader(self.tokenizer))
         except ValueError as error:
             raise ApiError(400, str(error), param=param) from None
 
-    async def _in_thread(self, work: Callable[[], Result], param: str) -> Result:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except ValueError as error:
-            raise ApiError(400, str(error), param=param) from None
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _reader(self, tokenizer: Any) -> PromptReader:
         ready = self.ready
