@@ -13,6 +13,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from phalanx.server.run import listen_unix
 from tests.server.running import NAME, Server, alive, children, serving, wait_for
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -71,7 +72,8 @@ def test_leaving_before_the_answer_aborts_it(server: Server) -> None:
 
 
 def test_limits_of_time_and_of_the_queue(tiny_folder: Path) -> None:
-    with serving(tiny_folder, "--request-timeout", "1.5", "--max-queue", "1", "--max-num-seqs", "1") as server:
+    limits = ["--request-timeout", "1.5", "--max-queue", "1", "--max-num-seqs", "1", "--drain-timeout", "0.3"]
+    with serving(tiny_folder, *limits) as server:
         calls = [Call(server, **LONG) for _ in range(2)]
         wait_for(lambda: server.metric("num_requests_waiting") == 1)
         refused = server.complete(prompt="hello", max_tokens=1)
@@ -87,6 +89,11 @@ def test_limits_of_time_and_of_the_queue(tiny_folder: Path) -> None:
         assert streamed.status_code == 200 and '"code":"request_timeout"' in streamed.text
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert server.complete(prompt="hello", max_tokens=1).status_code == 200
+        # What has not ended when the server wants to is told so.
+        last = Call(server, **LONG)
+        wait_for(lambda: running(server))
+        server.process.send_signal(signal.SIGTERM)
+        assert last.answer(10).status_code == 503 and server.process.wait(20) == 0
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
@@ -127,19 +134,6 @@ def test_the_end_is_orderly(tiny_folder: Path, tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_what_does_not_end_in_time_is_told_so(tiny_folder: Path) -> None:
-    with serving(tiny_folder, "--drain-timeout", "0.5", "--tp", "2") as server:
-        engine = server.engine_pid
-        ranks = children(engine)
-        assert len(ranks) == 1
-        call = Call(server, **LONG)
-        wait_for(lambda: running(server))
-        server.process.send_signal(signal.SIGTERM)
-        assert call.answer(10).status_code == 503
-        assert server.process.wait(20) == 0
-        wait_for(lambda: not any(map(alive, [engine, *ranks])))
-
-
 def test_no_process_is_left_when_the_server_is_killed(tiny_folder: Path) -> None:
     with serving(tiny_folder, "--tp", "2") as server:
         engine = server.engine_pid
@@ -163,3 +157,12 @@ def test_what_cannot_start_says_why(
 ) -> None:
     done = run("serve", *arguments(tiny_folder), "--port", 0)
     assert done.exit_code == code and message in done.stderr
+
+
+def test_a_unix_socket_is_taken_over_from_who_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    first = listen_unix(path)
+    with pytest.raises(OSError, match="a server runs at"):
+        listen_unix(path)
+    first.close()
+    listen_unix(path).close()
