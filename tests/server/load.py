@@ -21,10 +21,14 @@ async def ask(host: str, port: int, dice: random.Random, counts: Counter[str]) -
     body = {"model": NAME, "max_tokens": dice.randint(1, 60), "ignore_eos": True, "stream": dice.random() < 0.6}
     path = "/v1/completions"
     kind = dice.random()
+    # Of a few hundred prompts: the tokenizer keeps up to 10,000 words that it has seen, and these texts are one each.
     if kind < 0.5:
-        body |= {"prompt": "shared beginning " * dice.randint(0, 8) + str(dice.random())}
+        body |= {"prompt": "shared beginning " * dice.randint(0, 8) + str(dice.randrange(300))}
     elif kind < 0.9:
-        path, body = "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": str(dice.random())}]}
+        path, body = (
+            "/v1/chat/completions",
+            {**body, "messages": [{"role": "user", "content": str(dice.randrange(300))}]},
+        )
     elif kind < 0.95:
         body |= {"prompt": ["a", "b"], "n": 2, "max_tokens": 20}
     else:
