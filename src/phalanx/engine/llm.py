@@ -24,6 +24,7 @@ from phalanx.engine.sampling_params import SamplingParams, sampling_params
 from phalanx.engine.sequence import Request
 from phalanx.engine.statistics import EngineStatistics
 from phalanx.engine.step import Fail, Return
+from phalanx.engine.weight_update import Weights, WeightUpdate
 
 log = logging.getLogger("phalanx")
 
@@ -68,6 +69,7 @@ class LLM:
         self.core = EngineCore(self.engine, asynchronous, _push_text)
         self._maker = RequestMaker(self.engine, self.tokenizer, opened.eos_token_ids(), settings)
         self._groups: dict[str, RequestGroup] = {}
+        self._update: WeightUpdate | None = None
         self._names = itertools.count()
         if self.max_model_len < self.engine.model.max_sequence_length:
             log.info(
@@ -219,6 +221,34 @@ class LLM:
             preemptions=scheduler.num_preemptions,
             generated_tokens=self.core.generated_tokens,
         )
+
+    def update_weights(self, weights: Weights, group: Group | None = None) -> None:
+        """Other weights for the same model, from the memory of the ranks that train it; cached prompts are forgotten.
+
+        Called at the same time by all ranks of ``group`` and of this engine.
+
+        Args:
+            weights: tensor name -> (how it is cut over ``group``, this rank's shard), as ``TrainingEngine.shards()``.
+            group: the ranks that together hold one model (those of tensor parallelism in training); default: the
+                engine's own. A group of one: every rank holds all.
+
+        Raises:
+            RuntimeError: requests run or wait, the engine was closed, or it started its ranks by itself.
+            ValueError, WeightError: weights that are not of this model.
+        """
+        self.engine.check_open()
+        if self.has_work:
+            raise RuntimeError("update_weights while requests run or wait: finish or abort them first")
+        if self._team.ranks is not None:
+            raise RuntimeError(
+                "update_weights: this engine started its ranks by itself, so they cannot be given shards; make it on "
+                "all ranks of the training run, with group="
+            )
+        if self._update is None:
+            self._update = WeightUpdate(self.engine.model, self.engine.policy_name)
+        self._update(weights, self.engine.group if group is None else group)
+        self.engine.kv.pool.drop_cached()
+        self.engine.group.barrier()
 
     def serialize(self, folder: str | Path) -> None:
         """Writes the engine as it is served, and the tokenizer beside it: ``LLM(folder)`` reads both again.

@@ -124,6 +124,13 @@ class LayerContainer:
         """The finalised parameters by name."""
         return {name: getattr(self, name) for name in self.parameters if name in self._finalized}
 
+    def take_finalized(self) -> dict[str, InferenceParameter]:
+        """The parameters that were finalised since the last call; the container keeps nothing of them."""
+        taken = {name: value for name, value in self.finalized().items() if value is not None}
+        for name in taken:
+            setattr(self, name, None)
+        return taken
+
     # -- filling it
 
     def resolve(self, name: str) -> tuple[Target, ...]:

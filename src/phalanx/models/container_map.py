@@ -81,6 +81,14 @@ class ContainerMap:
         for container, targets in coming.items():
             container.settle(targets)
 
+    def knows(self, name: str) -> bool:
+        """Whether a tensor of this name has a place, or is ignored on purpose."""
+        try:
+            self._locate(name)
+        except ValueError:
+            return False
+        return True
+
     def map_param(self, name: str, value: Any) -> None:
         """Routes one tensor (or lazy file tensor) to its container; unmapped names are dropped.
 

@@ -139,11 +139,9 @@ class _Names:
         raise unknown_tensor(name, self.stored, "the checkpoint")
 
     def spellings(self, name: str) -> Iterator[str]:
-        for new, old in (("", ""), *_RENAMED):
-            each = name.replace(new, old, 1)
-            if each != name or not new:
-                yield each
-                yield each.removeprefix(self.prefix) if each.startswith(self.prefix) else self.prefix + each
+        for each in spellings(name):
+            yield each
+            yield each.removeprefix(self.prefix) if each.startswith(self.prefix) else self.prefix + each
 
     def _experts(self, name: str) -> _FusedExperts | None:
         """Experts that the module keeps in one tensor, [experts, out, in], and the checkpoint in one each."""
@@ -172,6 +170,14 @@ _EXPERT_PARTS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
+
+
+def spellings(name: str) -> Iterator[str]:
+    """What a checkpoint may call the parameter that a module of transformers calls `name`; that name first."""
+    yield name
+    for new, old in _RENAMED:
+        if new in name:
+            yield name.replace(new, old, 1)
 
 
 class _FusedExperts:

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phalanx.training.parts import Box, meeting, relative, sizes
+from phalanx.layout.boxes import Box, meeting, relative, sizes
 
 FORMAT = "phalanx training checkpoint"
 VERSION = 1

@@ -22,6 +22,7 @@ from phalanx.training.norm import GradientNorm, clip_coefficient, scale_gradient
 from phalanx.training.precision import LossScale, Precision
 from phalanx.training.repoint import OwnedStep, check_optimizer, names_by_group, repoint
 from phalanx.training.setup import make_equal, place, select, shard
+from phalanx.training.shards import Shards
 from phalanx.training.state import Writing, load, save
 
 
@@ -70,6 +71,7 @@ class TrainingEngine:
 
         precision = Precision.of(config)
         precision.check(module)
+        self.compute_dtype = precision.compute
         place(module, mesh)
         self._agreement = Agreement(module, mesh)
         trained: dict[str, nn.Parameter] = {}
@@ -337,6 +339,11 @@ class TrainingEngine:
             scheduler=load_lr_scheduler_states,
             module_only=load_module_only,
         )
+
+    def shards(self) -> Shards:
+        """The weights as they lie on the ranks: name -> (how it is cut over `mesh.tp`, this rank's shard). They go to
+        an engine that serves with `llm.update_weights(engine.shards(), engine.mesh.tp)`."""
+        return Shards(self)
 
     def module_state_dict(self) -> dict[str, Any]:
         """The module's state: of this TP rank its shards, whole over the DP ranks. Called by all ranks."""

@@ -1,0 +1,103 @@
+"""Weights go from the ranks that train them to engines in the same processes; answers are those of a model that was
+written and read again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import phalanx
+from phalanx import LLM
+from phalanx.distributed.group import SoloGroup
+from phalanx.distributed.mesh import Mesh
+from tests.parallel.models import tiny_model
+from tests.training.family_cases import language_loss
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [3], [20, 30, 40]]
+MODELS: dict[str, dict[str, Any]] = {
+    "llama_tied": {"vocab_size": 203},
+    "qwen3": {"num_key_value_heads": 1},
+    "gpt_neox": {},
+    "phi3": {},
+    "mixtral": {},
+    "gpt2": {},
+}
+ENGINE = {"block_size": 4, "num_blocks": 64, "device": "cpu"}
+
+
+def trained(name: str, tp: int, stage: int, **more: Any) -> Any:
+    model: nn.Module = tiny_model(name, dtype=torch.float32, **MODELS[name])
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "tensor_parallel": {"autotp_size": tp},
+        **more,
+    }
+    return phalanx.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.05), config=config)[0]
+
+
+def step(engine: Any) -> None:
+    batch = torch.randint(0, 100, (2, 7), generator=torch.Generator().manual_seed(engine.global_steps))
+    engine.backward(language_loss(engine, batch))
+    engine.step()
+
+
+def whole_model(engine: Any, folder: Path) -> Path:
+    """What the run has trained, as a folder of transformers: merged by the test's own means from the TP ranks."""
+    from phalanx.layout import local_shape, merge
+
+    tp, state = engine.mesh.tp, engine.module_state_dict()
+    whole = {}
+    for name, layout in engine.registry.items():
+        flat = state[name].detach().reshape(-1).contiguous()
+        counts = tp.all_gather(torch.tensor([flat.numel()])).tolist()
+        parts = tp.all_gather(flat, 0, counts).split(counts)
+        shapes = [local_shape(layout.partition, layout.shape, rank, tp.size) for rank in range(tp.size)]
+        shards = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        whole[name] = merge(shards, layout.partition, layout.shape)
+    model = type(engine.module)(engine.module.config)
+    lacking, unknown = model.load_state_dict(whole, strict=False)
+    assert not unknown and all("head" in name or "embed" in name for name in lacking), (lacking, unknown)
+    model.tie_weights()
+    if dist.get_rank() == 0:
+        model.to(state[name].dtype).save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
+def move(name: str, train_tp: int, serve_tp: int, stage: int = 1, **more: Any) -> None:
+    engine = trained(name, train_tp, stage, **more)
+    folder = Path(sys.argv[3]) / f"{name}-{train_tp}-{serve_tp}-{stage}-{len(more)}"
+    first = whole_model(engine, folder / "first")
+    group: Any = Mesh.build(serve_tp).tp if serve_tp > 1 else SoloGroup()
+    llm = LLM(str(first), group=group, tensor_parallel_size=serve_tp, **ENGINE)
+    before = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, max_tokens=8, ignore_eos=True)]
+    for round_number in range(2):
+        step(engine)
+        step(engine)
+        llm.update_weights(engine.shards(), engine.mesh.tp)
+        got = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, max_tokens=8, ignore_eos=True)]
+        again = whole_model(engine, folder / f"after{round_number}")
+        with LLM(str(again), group=SoloGroup(), **ENGINE) as read:
+            expected = [each.outputs[0].token_ids for each in read.generate(PROMPTS, max_tokens=8, ignore_eos=True)]
+        assert got == expected and got != before
+        before = got
+    llm.close()
+    engine.destroy()
+
+
+def cases(world: int) -> dict[str, Callable[[], None]]:
+    found: dict[str, Callable[[], None]] = {}
+    for name in MODELS:
+        for train_tp, serve_tp in [(2, 2), (2, 1), (1, 2)]:
+            found[f"{name} from TP {train_tp} to TP {serve_tp}"] = partial(move, name, train_tp, serve_tp)
+    found["llama at ZeRO 3"] = partial(move, "llama_tied", 1, 2, 3)
+    found["llama in bf16"] = partial(move, "llama_tied", 2, 1, 2, bf16={"enabled": True})
+    return found
