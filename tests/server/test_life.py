@@ -56,8 +56,9 @@ def test_leaving_a_stream_aborts_it(server: Server) -> None:
         if "messages" in body:
             del body["prompt"]
         with server.http.stream("POST", path, json=body) as response:
-            for _ in zip(range(3), response.iter_lines(), strict=False):
-                pass
+            # Held: an iterator that is let go closes its response.
+            lines = response.iter_lines()
+            assert [next(lines) for _ in range(3)]
             wait_for(lambda: running(server))
         server.wait_idle()
     assert server.metric("requests_aborted") == before + 2
