@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from phalanx.distributed.mesh import Mesh
 from phalanx.parallel.registry import LayoutRegistry
 from phalanx.training.agreement import Agreement, check_not_empty
+from phalanx.training.exports import Exports
 from phalanx.training.fragments import Fragment
 from phalanx.training.mpu import MeshUnit
 from phalanx.training.norm import GradientNorm, clip_coefficient, scale_gradients
@@ -26,7 +27,7 @@ from phalanx.training.shards import Shards
 from phalanx.training.state import Writing, load, save
 
 
-class TrainingEngine:
+class TrainingEngine(Exports):
     """Trains `module` on a mesh of ranks: `loss = engine(...).loss; engine.backward(loss); engine.step()`.
 
     `module`: already cut over `mesh.tp` (`parallelize(..., sum_gradients=False)`); `registry`: its layouts, or
@@ -348,6 +349,12 @@ class TrainingEngine:
     def module_state_dict(self) -> dict[str, Any]:
         """The module's state: of this TP rank its shards, whole over the DP ranks. Called by all ranks."""
         return self._shards.whole(self.module.state_dict())
+
+    def whole_over_copies(self, name: str, value: Tensor) -> Tensor:
+        """A tensor of `module.state_dict()`, whole over the DP ranks, in the dtype that the model computes in. Called
+        by all ranks."""
+        found: Tensor = self._shards.whole({name: value})[name]
+        return found
 
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:
         """Compile the module's forward in place."""

@@ -37,6 +37,8 @@ from phalanx.training.checkpoint_folder import (
 )
 from phalanx.training.fragments import by_parameter
 from phalanx.training.parts import is_written_here, parts
+from phalanx.training.together import Together, most, place_among_all
+from phalanx.training.whole import held, tied_names
 
 if TYPE_CHECKING:
     from phalanx.training.engine import TrainingEngine
@@ -50,9 +52,9 @@ WRITING_SECONDS = 1800.0
 class Writing:
     """A checkpoint that is being written behind the training."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, *work: Callable[[], None]) -> None:
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="phalanx checkpoint")
+        self._thread = threading.Thread(target=self._run, args=work, name="phalanx checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
@@ -61,9 +63,10 @@ class Writing:
         if self._error is not None:
             raise self._error
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, *work: Callable[[], None]) -> None:
         try:
-            work()
+            for each in work:
+                each()
         except Exception as error:
             self._error = error
 
@@ -85,31 +88,36 @@ def save(
             rank that could not write. What was there before is untouched then.
     """
     mesh = engine.mesh
-    rank, world = _place(mesh)
+    rank, world = place_among_all(mesh)
     partial = partial_folder(folder, check_tag(tag))
     _check_same(mesh, tag)
-    with _together(mesh, "preparing the folder"):
+    with Together(mesh, "preparing the folder"):
         if rank == 0:
             _clear(partial)
     writer = RankWriter(partial, rank, keep=asynchronous)
-    with _together(mesh, "collecting the state"):
+    with Together(mesh, "collecting the state"):
         scalars = _collect(engine, writer, exclude_frozen)
         extra = {"tp": mesh.tp.rank, "dp": mesh.dp.rank, "scalars": scalars, "random": _random_state(writer, mesh)}
         about = _about(engine, client_state) if rank == 0 else {}
 
-    def write() -> None:
+    def finish() -> None:
         try:
             writer.finish(extra)
         except Exception as error:
             writer.fail(f"{type(error).__name__}: {error}")
             raise
+
+    def publish() -> None:
         if rank == 0:
             commit(folder, tag, world, about, latest=latest, patience=WRITING_SECONDS)
 
     if asynchronous:
-        return Writing(write)
-    with _together(mesh, "writing"):
-        write()
+        return Writing(finish, publish)
+    # One after the other: a rank whose disk is full may not even be able to leave a note for rank 0.
+    with Together(mesh, "writing"):
+        finish()
+    with Together(mesh, "making the checkpoint visible"):
+        publish()
     return None
 
 
@@ -140,7 +148,7 @@ def load(
         _log.warning("%s has no checkpoint (no file called latest): nothing is loaded", folder)
         return None, None
     path = folder / check_tag(str(tag))
-    with _together(mesh, f"loading {path}"), Saved(path) as saved:
+    with Together(mesh, f"loading {path}"), Saved(path) as saved:
         _check_model(engine, saved, strict)
         _read_weights(engine, saved)
         if optimizer and not module_only and engine.optimizer is not None:
@@ -178,7 +186,7 @@ def _collect(engine: TrainingEngine, writer: RankWriter, exclude_frozen: bool) -
     for name, parameter in engine.module.named_parameters():
         if name in trained or exclude_frozen:
             continue
-        start, values = _held(parameter, registry.local_shape(name), mesh)
+        start, values = held(parameter, registry.local_shape(name), mesh)
         if not (writes or isinstance(parameter, DTensor)):
             continue
         for box, part in parts(registry, name, start, values):
@@ -221,7 +229,7 @@ def _about(engine: TrainingEngine, client_state: Mapping[str, Any]) -> dict[str,
         "partitions": {name: layout.partition.to_json() for name, layout in engine.registry.items()},
         "model_config": json_of(config),
         "generation_config": json_of(generation),
-        "tied": _tied(engine.module),
+        "tied": tied_names(engine.module),
         "optimizer": None if engine.optimizer is None else type(engine.optimizer).__name__,
         "param_groups": [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -250,26 +258,10 @@ def _fingerprint(engine: TrainingEngine) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _tied(module: torch.nn.Module) -> dict[str, str]:
-    """The further names of parameters that have several -> the one under which they are saved."""
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
-
-
 def _buffers(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
     """Those that belong to the model's state."""
     kept = engine.module.state_dict().keys()
     return ((name, buffer) for name, buffer in engine.module.named_buffers() if name in kept)
-
-
-def _held(parameter: Tensor, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, Tensor]:
-    """What this rank holds of a parameter that is not trained: from which element of its shard on, and the values."""
-    if not isinstance(parameter, DTensor):
-        return 0, parameter.data
-    local = parameter.to_local().detach()
-    rows = -(-shape[0] // mesh.dp.size)
-    return mesh.dp.rank * rows * (local.numel() // max(local.shape[0], 1)), local
 
 
 def _random_state(writer: RankWriter, mesh: Mesh) -> dict[str, Any]:
@@ -322,7 +314,7 @@ def _read_weights(engine: TrainingEngine, saved: Saved) -> None:
     trained = engine.trained_names
     for name, parameter in engine.module.named_parameters():
         if name not in trained:
-            places.append((name, *_held(parameter, registry.local_shape(name), mesh)))
+            places.append((name, *held(parameter, registry.local_shape(name), mesh)))
     for name, start, values in places:
         entry = next((e for e in (f"master/{name}", f"model/{name}") if e in saved.entries), None)
         if entry is not None:
@@ -395,7 +387,7 @@ def _go_on_drawing(engine: TrainingEngine, path: Path, index: Mapping[str, Any])
             mesh.dp.size,
         )
         return
-    rank, _ = _place(mesh)
+    rank, _ = place_among_all(mesh)
     told = index["ranks"][rank]["random"]
     with Saved(path) as saved:
         states = {
@@ -415,38 +407,11 @@ def _go_on_drawing(engine: TrainingEngine, path: Path, index: Mapping[str, Any])
 # Ranks together.
 
 
-def _place(mesh: Mesh) -> tuple[int, int]:
-    """This rank among all, and how many there are."""
-    return mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.dp.size * mesh.tp.size
-
-
-def _most(mesh: Mesh, *numbers: int) -> list[int]:
-    """The largest of each number over all ranks."""
-    found = torch.tensor(numbers, dtype=torch.int64, device=mesh.device)
-    return [int(n) for n in mesh.dp.all_reduce(mesh.tp.all_reduce(found, "max"), "max").tolist()]
-
-
 def _check_same(mesh: Mesh, tag: str) -> None:
     mark = crc32(tag.encode())
-    most, least = _most(mesh, mark, -mark)
-    if most != -least:
+    largest, smallest = most(mesh, mark, -mark)
+    if largest != -smallest:
         raise CheckpointError(f"the ranks save under different tags, this one under {tag!r}: give all the same")
-
-
-class _together:
-    """An error within it, on any rank, is raised on all of them; nobody goes on before all are through."""
-
-    def __init__(self, mesh: Mesh, what: str) -> None:
-        self._mesh = mesh
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return
-        if _most(self._mesh, int(error is not None))[0] and error is None:
-            raise CheckpointError(f"{self._what}: another rank has failed, see its error")
 
 
 def _clear(partial: Path) -> None:

@@ -21,13 +21,15 @@ _GIGABYTE = 10**9
 def write_hf_folder(
     folder: str | os.PathLike[str],
     tensors: Iterable[tuple[str, torch.Tensor]],
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
     *,
     max_shard_bytes: int = 5 * _GIGABYTE,
     extra_files: Iterable[str | os.PathLike[str]] = (),
     overwrite: bool = False,
+    stem: str = "model",
 ) -> Path:
-    """Write config.json and the tensors as safetensors, with an index where they need more than one file.
+    """Write config.json (unless it is None), and the tensors as safetensors, with an index where they need more than
+    one file; `stem` begins the names of these files.
 
     `tensors` is streamed: no more than `max_shard_bytes` (or one larger tensor) are held at a time. `extra_files`, a
     tokenizer's for example, are copied along. All is written aside and then renamed, so that the folder is there whole
@@ -42,8 +44,9 @@ def write_hf_folder(
     try:
         content = aside / "new"
         content.mkdir()
-        (content / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
-        _write_shards(content, tensors, max_shard_bytes)
+        if config is not None:
+            (content / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
+        _write_shards(content, tensors, max_shard_bytes, stem)
         for file in extra_files:
             shutil.copy(file, content)
         _exchange(content, target, aside / "old")
@@ -64,7 +67,7 @@ def _exchange(content: Path, target: Path, old: Path) -> None:
         raise
 
 
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> None:
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int, stem: str) -> None:
     shards: list[list[str]] = []
     names: set[str] = set()
     total = 0
@@ -89,21 +92,21 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max
         total += value.nbytes
     if held or not shards:
         flush()
-    _name_shards(folder, shards, total)
+    _name_shards(folder, shards, total, stem)
 
 
-def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+def _name_shards(folder: Path, shards: list[list[str]], total: int, stem: str) -> None:
     """Give the files their final names, which say how many there are, and write the index."""
     if len(shards) == 1:
-        (folder / _temporary_name(0)).rename(folder / "model.safetensors")
+        (folder / _temporary_name(0)).rename(folder / f"{stem}.safetensors")
         return
     weight_map = {}
     for number, names in enumerate(shards):
-        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        file = f"{stem}-{number + 1:05}-of-{len(shards):05}.safetensors"
         (folder / _temporary_name(number)).rename(folder / file)
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _temporary_name(number: int) -> str:
