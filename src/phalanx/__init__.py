@@ -19,6 +19,7 @@ _HOME_OF = {
     "Mesh": "phalanx.distributed.mesh",
     "POLICIES": "phalanx.models",
     "SamplingParams": "phalanx.engine",
+    "TPTrainerMixin": "phalanx.training.hf",
     "TrainingEngine": "phalanx.training.engine",
     "add_config_arguments": "phalanx.training.deepspeed",
     "build_engine": "phalanx.engine",
