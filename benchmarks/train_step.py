@@ -87,16 +87,25 @@ def device() -> torch.device:
 
 
 def engine_step(
-    model: torch.nn.Module, tp: int, stage: int, args: argparse.Namespace, **rules: Any
+    model: torch.nn.Module,
+    tp: int,
+    stage: int,
+    args: argparse.Namespace,
+    *,
+    narrow: bool = False,
+    compiled: bool = False,
+    **rules: Any,
 ) -> tuple[Step, Close]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=torch.cuda.is_available())
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": narrow, "bf16_optimizer_states": narrow},
         "zero_optimization": {"stage": stage},
         "tensor_parallel": {"autotp_size": tp, **rules},
     }
     engine, _, _, _ = phalanx.initialize(model=model, optimizer=optimizer, config=config)
+    if compiled:
+        engine.compile()
 
     def step(ids: torch.Tensor) -> float:
         loss = engine(input_ids=ids, labels=ids).loss
@@ -153,6 +162,11 @@ VARIANTS: dict[str, Callable[[argparse.Namespace, int], tuple[tuple[Step, Close]
     "phalanx tp, zero 1": lambda args, world: (engine_step(build(args), world, 1, args), 1),
     "phalanx tp, sequence parallel": lambda args, world: (
         engine_step(build(args), world, 1, args, sequence_parallel=True),
+        1,
+    ),
+    "phalanx tp, bf16 masters": lambda args, world: (engine_step(build(args), world, 0, args, narrow=True), 1),
+    "phalanx tp, bf16 masters, compiled": lambda args, world: (
+        engine_step(build(args), world, 0, args, narrow=True, compiled=True),
         1,
     ),
     "phalanx dp, zero 1": lambda args, world: (engine_step(build(args), 1, 1, args), world),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -41,8 +42,14 @@ class _CrossEntropy(torch.autograd.Function):
         column = torch.where(mine, target - vocab.start, 0)
         # What no rank has is looked up where no rank has anything, so that all of them fail.
         looked_up = torch.where(counted & ((target < 0) | (target >= vocab_size)), len(vocab), column)
-        largest = group.all_reduce(_row_max(logits).to(wide), "max")
-        total = torch.cat([(part.to(wide) - m[:, None]).exp().sum(-1) for part, m in _chunks(logits, largest)])
+        kernels = _kernels_for(logits)
+        if kernels is not None:
+            own, total = kernels.row_sums(logits.contiguous())
+            largest = group.all_reduce(own, "max")
+            total = total * (own - largest).exp()
+        else:
+            largest = group.all_reduce(_row_max(logits).to(wide), "max")
+            total = torch.cat([(part.to(wide) - m[:, None]).exp().sum(-1) for part, m in _chunks(logits, largest)])
         if len(vocab):
             at_target = torch.where(mine, logits.gather(-1, looked_up[:, None])[:, 0].to(wide), 0)
         else:
@@ -57,6 +64,10 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         logits, log_sum, column, mine, counted = ctx.saved_tensors
         scale = torch.where(counted, g, 0)
+        kernels = _kernels_for(logits)
+        if kernels is not None:
+            out = kernels.softmax_gradient(logits.contiguous(), log_sum, column, mine, scale.float())
+            return out, None, None, None, None, None
         out = torch.empty_like(logits)
         rows = 0
         for part, m in _chunks(logits, log_sum):
@@ -97,6 +108,17 @@ def causal_lm_loss(
     if torch.is_tensor(num_items_in_batch):
         num_items_in_batch = num_items_in_batch.to(losses.device)
     return losses.sum() / num_items_in_batch
+
+
+def _kernels_for(logits: Tensor) -> Any:
+    """Kernels that read and write each logit once; None where they are not for these."""
+    if not logits.is_cuda or logits.dtype == torch.float64 or 0 in logits.shape or find_spec("triton") is None:
+        return None
+    if torch.compiler.is_compiling():
+        return None
+    from phalanx.ops.triton import training
+
+    return training
 
 
 def _row_max(logits: Tensor) -> Tensor:

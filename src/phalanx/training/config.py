@@ -56,9 +56,12 @@ class ZeroConfig(_Section):
 
 
 class BF16Config(_Section):
-    """bfloat16 parameters with float32 master weights."""
+    """bfloat16 parameters with float32 master weights and moments."""
 
     enabled: StrictBool = False
+    bf16_master_weights_and_grads: StrictBool = False
+    """The parameters are their own master weights. Goes with `bf16_optimizer_states`: both or none."""
+    bf16_optimizer_states: StrictBool = False
 
 
 class FP16Config(_Section):
@@ -127,6 +130,8 @@ class TrainingConfig(_Section):
     data_types: DataTypesConfig = DataTypesConfig()
     zero: ZeroConfig = Field(default=ZeroConfig(), alias="zero_optimization")
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    fused_kernels: StrictBool | None = None
+    """Norms, gated MLPs and the loss by a kernel each; None: on GPUs where Triton is installed."""
 
     hints: tuple[str, ...] = ()
     """Keys that were given and have no effect here."""
@@ -319,6 +324,12 @@ def _faults(error: ValidationError) -> list[str]:
 
 def _contradictions(config: TrainingConfig) -> list[str]:
     problems = []
+    narrow = {config.bf16.bf16_master_weights_and_grads, config.bf16.bf16_optimizer_states}
+    if len(narrow) == 2 or (narrow == {True} and not config.bf16.enabled):
+        problems.append(
+            "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states: moments have the dtype of the master "
+            "weights; set both, with bf16.enabled, or none"
+        )
     if config.bf16.enabled and config.fp16.enabled:
         problems.append("bf16.enabled and fp16.enabled: parameters have one dtype; enable one of them")
     older = config.tensor_parallel.tp.tp_size

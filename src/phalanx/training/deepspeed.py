@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from phalanx.distributed.mesh import Mesh
+from phalanx.parallel.fused import fuse
 from phalanx.parallel.parallelize import parallelize
 from phalanx.training.accelerator import get_accelerator
 from phalanx.training.comm import DEFAULT_PORT, init_distributed
@@ -137,6 +139,9 @@ def initialize(
         gather_logits=rules.gather_logits,
         sum_gradients=False,
     )
+    wanted = settings.fused_kernels
+    if wanted or (wanted is None and mesh.device.type == "cuda" and find_spec("triton") is not None):
+        fuse(model)
     # Made after the cut, from Parameters that are still the same objects.
     if trained is None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -22,6 +22,7 @@ from phalanx.training.mpu import MeshUnit
 from phalanx.training.norm import GradientNorm, clip_coefficient, scale_gradients
 from phalanx.training.precision import LossScale, Precision
 from phalanx.training.repoint import OwnedStep, check_optimizer, names_by_group, repoint
+from phalanx.training.sdpa import fastest_attention
 from phalanx.training.setup import make_equal, place, select, shard
 from phalanx.training.shards import Shards
 from phalanx.training.state import Writing, load, save
@@ -110,7 +111,8 @@ class TrainingEngine(Exports):
         """
         self._agreement.before_forward(args, kwargs)
         check_not_empty(args, kwargs)
-        return self.module(*args, **kwargs)
+        with fastest_attention(self.device):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradients of `loss` (one number) to those of this step; returns `loss`.

@@ -28,6 +28,8 @@ IMPLEMENTED: dict[str, str] = {
     "scheduler.type": "see *Schedules*",
     "scheduler.params": "keyword arguments of the schedule, checked by name",
     "bf16.enabled": "bfloat16 parameters, float32 master weights and moments (`bfloat16` is the old name)",
+    "bf16.bf16_master_weights_and_grads": "no float32 master weights: half the memory, and small updates are lost",
+    "bf16.bf16_optimizer_states": "moments in bfloat16; goes with `bf16_master_weights_and_grads`, both or none",
     "fp16.enabled": "float16 parameters, float32 master weights and moments, loss scaling",
     "fp16.loss_scale": "0 is dynamic, else the constant scale",
     "fp16.initial_scale_power": "the dynamic scale starts at 2 to this power",
@@ -48,6 +50,7 @@ IMPLEMENTED: dict[str, str] = {
     "tensor_parallel.verify": "Phalanx's own: `error`, `warn` or `off`; the rules are tried on a small model first",
     "tensor_parallel.sequence_parallel": "Phalanx's own: activations between blocks are cut along the sequence",
     "tensor_parallel.gather_logits": "Phalanx's own: the model returns whole logits",
+    "fused_kernels": "Phalanx's own: RMSNorm, gated SiLU and the loss by a kernel each; default: on GPUs with Triton",
 }
 
 # A config for the Trainer says "auto" for what the Trainer fills in. Elsewhere it can only stand for a default.
@@ -63,7 +66,9 @@ AUTO_IS_DEFAULT = frozenset(
         "tensor_parallel.verify",
         "tensor_parallel.sequence_parallel",
         "tensor_parallel.gather_logits",
+        "fused_kernels",
         *(name for name in IMPLEMENTED if name.startswith("fp16.") and name != "fp16.enabled"),
+        *(name for name in IMPLEMENTED if name.startswith("bf16.bf16_")),
     }
 )
 
@@ -193,8 +198,6 @@ REFUSED: dict[str, Refusal] = {
     "data_types.buffer_dtype": Refusal("buffers keep their dtype", off=()),
     "data_types.keep_in_fp32_modules": Refusal("all parameters have the dtype of bf16 or fp16", off=()),
     "bf16.check_grad_overflow": Refusal("steps are skipped on overflow in fp16 only"),
-    "bf16.bf16_master_weights_and_grads": Refusal("master weights are float32"),
-    "bf16.bf16_optimizer_states": Refusal("moments are float32"),
     "fp16.auto_cast": Refusal("cast the inputs in the loop"),
     "fp16.fp16_master_weights_and_grads": Refusal("master weights are float32"),
     "amp": _block("Apex; use bf16 or fp16"),

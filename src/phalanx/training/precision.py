@@ -17,12 +17,13 @@ class Precision:
     """`compute`: torch.bfloat16 or torch.float16 with fp32 master weights and moments, or None: parameters as they are.
 
     `accumulate`: in which a rank sums its gradients over backward passes; None chooses it. `passes`: backward passes a
-    step.
+    step. `narrow`: no fp32 master weights, the optimizer updates the parameters themselves.
     """
 
     compute: torch.dtype | None = None
     accumulate: torch.dtype | None = None
     passes: int = 1
+    narrow: bool = False
 
     @classmethod
     def of(cls, config: Any) -> Precision:
@@ -33,7 +34,9 @@ class Precision:
         name = config.data_types.grad_accum_dtype
         if name is not None and name not in _DTYPES:
             raise ValueError(f"data_types.grad_accum_dtype is {name!r}: expected one of {', '.join(_DTYPES)}")
-        return cls(compute, None if name is None else _DTYPES[name], config.gradient_accumulation_steps)
+        accumulate = None if name is None else _DTYPES[name]
+        narrow = config.bf16.bf16_master_weights_and_grads
+        return cls(compute, accumulate, config.gradient_accumulation_steps, narrow)
 
     def param_dtype(self, given: torch.dtype) -> torch.dtype:
         """What a parameter that was `given` computes in."""
@@ -41,7 +44,9 @@ class Precision:
 
     def master_dtype(self, given: torch.dtype) -> torch.dtype:
         """What the optimizer updates."""
-        return given if self.compute is None else torch.float32
+        if self.compute is None:
+            return given
+        return self.compute if self.narrow else torch.float32
 
     def gradient_dtype(self, given: torch.dtype, *, held: bool) -> torch.dtype:
         """In which gradients are summed on a rank and travel. `held`: they are kept from pass to pass.

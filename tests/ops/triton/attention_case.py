@@ -7,36 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
 from phalanx.ops.attention import reference_attention
+from tests.ops.triton import interpreter
 
-
-def _complete_the_interpreter() -> None:
-    """Lets interpreted loops run to bounds that were loaded (numpy 2.4 no longer makes an int of an array of one), and
-    makes `tl.dot` take bfloat16, which the interpreter holds as its bits.
-    """
-    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        bits = handle.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-    interpreter._patch_lang_tensor = patched
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
-
-
-_complete_the_interpreter()
+interpreter.complete()
 
 
 def ragged(
