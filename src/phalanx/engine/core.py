@@ -12,13 +12,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from phalanx.engine.guides import token_masks
 from phalanx.engine.inference_engine import InferenceEngine
 from phalanx.engine.runner import StepResult
-from phalanx.engine.sampler import RowLogprobs
+from phalanx.engine.sampler import RowLogprobs, SampledRows
 from phalanx.engine.scheduler import Scheduler
 from phalanx.engine.sequence import Request
-from phalanx.engine.step import LOGITS_ALL, LOGITS_LAST, LOGITS_NONE, Masks, Row, Sampler, Step, Write
+from phalanx.engine.step import (
+    LOGITS_ALL,
+    LOGITS_LAST,
+    LOGITS_NONE,
+    POOL_LAST,
+    POOL_NONE,
+    POOL_SUM,
+    Masks,
+    Row,
+    Sampler,
+    Step,
+    Write,
+)
 
 
 @dataclass(frozen=True)
@@ -144,7 +158,10 @@ class EngineCore:
         if held > sent:
             request.sent_blocks = held
             new = [blocks[sent:] for blocks in request.blocks]
-        return Row(request.slot, start, count, logits, draw, request.prompt_len, sent, new)
+        pool = POOL_SUM if request.pooling == "mean" else POOL_NONE
+        if request.pooling == "last" and start + count == request.prompt_len:
+            pool = POOL_LAST
+        return Row(request.slot, start, count, logits, draw, request.prompt_len, sent, new, pool)
 
     def _sampled(self, flight: Flight) -> tuple[Flight, list[Request]]:
         """The flight with its sampling launched; all tokens before it have been read. And the requests that ended
@@ -170,6 +187,7 @@ class EngineCore:
         touched: list[Request] = []
         drawn = dict(zip(sampled.owner, sampled.tokens.tolist(), strict=True))
         self._keep_logprobs(flight, sampled.logprobs, sampled.prompt_logprobs)
+        self._keep_states(flight, sampled)
         self.kv.step_completed(flight.step.step_id)
         for index, (request, row) in enumerate(zip(flight.requests, flight.step.rows, strict=True)):
             # Ended meanwhile: what the step computed for it is discarded.
@@ -182,9 +200,29 @@ class EngineCore:
                 self._take(request, drawn[index])
                 touched.append(request)
             elif request.max_tokens == 0 and end == request.prompt_len:
-                self._finish(request, "length")
+                self._finish(request, self._end_of_prompt(request))
                 touched.append(request)
         return touched
+
+    @staticmethod
+    def _end_of_prompt(request: Request) -> str:
+        """Why a request ends that wants no token."""
+        if not request.pooling:
+            return "length"
+        if np.isfinite(request.state).all():
+            return "stop"
+        request.error = "the hidden states are not finite, by the model's weights or this prompt"
+        return "error"
+
+    @staticmethod
+    def _keep_states(flight: Flight, sampled: SampledRows) -> None:
+        if sampled.pooled is None:
+            return
+        for index, state in zip(sampled.pooled_owner, sampled.pooled.numpy(), strict=True):
+            request = flight.requests[index]
+            # Preempted and computed anew: its sum begins again.
+            begins = request.state is None or flight.step.rows[index].start == 0
+            request.state = state.copy() if begins else request.state + state
 
     def _take(self, request: Request, token: int) -> None:
         if token < 0:

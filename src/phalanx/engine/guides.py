@@ -170,6 +170,11 @@ class GuideCompiler:
         self._lock = threading.Lock()
         self._cache: OrderedDict[Guide, CompiledGuide] = OrderedDict()
 
+    def knows(self, guide: Guide) -> bool:
+        """Whether ``compile`` would have it at once."""
+        with self._lock:
+            return guide in self._cache
+
     def compile(self, guide: Guide) -> CompiledGuide:
         """A guide ready for use.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from phalanx.distributed.group import Group
 from phalanx.engine.build import assemble_engine
 from phalanx.engine.core import EngineCore
 from phalanx.engine.executor import RemoteError
+from phalanx.engine.guides import GuideCompiler
 from phalanx.engine.opened_model import OpenedModel
 from phalanx.engine.outputs import Chunk, RequestOutput
+from phalanx.engine.pooling import Pooling
+from phalanx.engine.prompts import Prompt, as_prompts
 from phalanx.engine.request_group import RequestGroup
 from phalanx.engine.requests import RequestMaker
 from phalanx.engine.sampling_params import SamplingParams, sampling_params
@@ -28,7 +31,6 @@ from phalanx.engine.weight_update import Weights, WeightUpdate
 
 log = logging.getLogger("phalanx")
 
-Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -110,7 +112,15 @@ class LLM:
             ValueError: a bad prompt or setting, before anything runs. A request that fails while it runs has the finish
                 reason "error" instead; the others go on.
         """
-        return self._on_every_rank(lambda: self._generate(prompts, params, cache_salt, on_finish, overrides))
+        many = as_prompts(prompts)
+
+        def call() -> list[RequestOutput]:
+            each = self._params_of(params, len(many), overrides)
+            return self._run(
+                many, lambda name, index: self._maker.make(name, many[index], each[index], cache_salt), on_finish
+            )
+
+        return self._on_every_rank(call)
 
     def chat(
         self,
@@ -130,6 +140,28 @@ class LLM:
         many: Any = messages if several else [messages]
         prompts = [self._maker.prompts.chat_ids(one, template_options or {}) for one in many]
         return self.generate(prompts, params, cache_salt=cache_salt, on_finish=on_finish, **overrides)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", *, cache_salt: str = ""
+    ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """The embeddings of one prompt or many: float32 [hidden_size], 1 long, in their order.
+
+        Args:
+            pooling: the hidden state, behind the model's last norm, of a prompt's "last" token, or the "mean" of all.
+
+        Raises:
+            ValueError: a bad prompt or pooling. RuntimeError: hidden states that are not finite.
+        """
+        many, nothing = as_prompts(prompts), SamplingParams()
+        outputs = self._on_every_rank(
+            lambda: self._run(
+                many, lambda name, index: self._maker.make(name, many[index], nothing, cache_salt, pooling), None
+            )
+        )
+        for output in outputs:
+            if output.embedding is None:
+                raise RuntimeError(f"{output.request_id} has no embedding: {output.outputs[0].error}")
+        return [np.array(output.embedding, np.float32) for output in outputs]
 
     def stream(
         self,
@@ -160,8 +192,9 @@ class LLM:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        pooling: Pooling | None = None,
     ) -> str:
-        """Queues a prompt for ``step`` and returns its request id.
+        """Queues a prompt for ``step`` and returns its request id. With ``pooling``, its embedding is what is wanted.
 
         Raises:
             ValueError: a bad prompt or setting, or an id that is in use. RuntimeError: the engine was closed, or this
@@ -172,8 +205,7 @@ class LLM:
         name = request_id if request_id is not None else f"request-{next(self._names)}"
         if name in self._groups:
             raise ValueError(f"request id {name!r} is in use")
-        group = self._maker.make(name, prompt, sampling_params(params), cache_salt)
-        self._start(group)
+        self._start(self._maker.make(name, prompt, sampling_params(params), cache_salt, pooling or ""))
         return name
 
     def prompt_of(self, prompt: Prompt | Messages, template_options: Mapping[str, Any] | None = None) -> Prompt:
@@ -270,22 +302,28 @@ class LLM:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
+    @property
+    def guides(self) -> GuideCompiler:
+        """Compiles guides, from any thread; a request whose guide it knows begins at once.
+
+        Raises:
+            ValueError: a model without a tokenizer, or with one that guides cannot read.
+        """
+        return self._maker.guides
+
     # -- inside
 
-    def _generate(
+    def _run(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | dict[str, Any] | None,
-        cache_salt: str,
+        many: Sequence[Prompt],
+        make: Callable[[str, int], RequestGroup],
         on_finish: Callable[[RequestOutput], None] | None,
-        overrides: dict[str, Any],
     ) -> list[RequestOutput]:
-        many = as_prompts(prompts)
-        each = self._params_of(params, len(many), overrides)
+        """Runs what ``make(name, index)`` makes of each prompt."""
         groups = []
-        for index, (prompt, setting) in enumerate(zip(many, each, strict=True)):
+        for index in range(len(many)):
             try:
-                groups.append(self._maker.make(f"request-{next(self._names)}", prompt, setting, cache_salt))
+                groups.append(make(f"request-{next(self._names)}", index))
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}" if len(many) > 1 else str(error)) from None
         for group in groups:
@@ -367,22 +405,6 @@ class LLM:
             self._team.group.check()
         except RuntimeError:
             self.close()
-
-
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or many as a list of prompts.
-
-    Raises:
-        ValueError: neither.
-    """
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts must be texts or token ids, given a {type(prompts).__name__}")
-    many = list(prompts)
-    if not many:
-        raise ValueError("no prompts were given")
-    return [many] if all(isinstance(item, (int, np.integer)) for item in many) else many
 
 
 def _push_text(request: Request, token: int) -> str | None:

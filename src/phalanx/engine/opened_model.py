@@ -15,8 +15,9 @@ from torch import nn
 import phalanx.models
 from phalanx.config import ConfigError, EngineConfig
 from phalanx.distributed.group import Group
-from phalanx.models.base import TransformerModel, device_of
+from phalanx.models.base import TransformerModel
 from phalanx.models.hf_config import HFConfig, ModelConfigError, read_config, token_ids
+from phalanx.models.placement import device_of
 from phalanx.models.policy import POLICIES, policy_for
 from phalanx.models.serialized import is_serialized, read_manifest
 from phalanx.weights import WeightSource, open_source

@@ -35,6 +35,7 @@ class RequestOutput(msgspec.Struct):
         prompt: its text, None where ids were given.
         prompt_logprobs: None for the first token; the whole None unless asked for.
         cached_tokens: leading prompt tokens whose KV was found in the prefix cache.
+        embedding: of a prompt that asked for its own instead of an answer, of length 1.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class RequestOutput(msgspec.Struct):
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, float | None] | None] | None = None
     cached_tokens: int = 0
+    embedding: list[float] | None = None
 
     @property
     def text(self) -> str:

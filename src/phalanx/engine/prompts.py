@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from phalanx.engine.inference_engine import as_id, check_ids
 from phalanx.engine.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
 
 
 class PromptReader:
@@ -83,6 +87,11 @@ class PromptReader:
             raise ValueError(f"the text holds half a character, which cannot be encoded: {error}") from None
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
+    def check_length(self, prompt_len: int) -> None:
+        """Raises ValueError for a prompt that the context cannot hold, whatever follows it."""
+        if prompt_len > self.max_model_len:
+            raise ValueError(f"the prompt has {prompt_len} tokens, the limit is {self.max_model_len}: shorten it")
+
     def max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
         """How many tokens the answer to a prompt of this length may have.
 
@@ -112,3 +121,19 @@ class PromptReader:
                 raise ValueError(f"{field}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise ValueError("stop and bad_words are texts, and this model has no tokenizer: use token ids")
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or many as a list of prompts.
+
+    Raises:
+        ValueError: neither.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be texts or token ids, given a {type(prompts).__name__}")
+    many = list(prompts)
+    if not many:
+        raise ValueError("no prompts were given")
+    return [many] if all(isinstance(item, (int, np.integer)) for item in many) else many

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.engine.outputs import Chunk, CompletionOutput, RequestOutput
+from phalanx.engine.pooling import unit
 from phalanx.engine.sequence import Request, Status
 
 
@@ -45,6 +46,7 @@ class RequestGroup:
             outputs=[self._completion(request) for request in self.requests],
             prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
             cached_tokens=first.cached_tokens,
+            embedding=unit(first.state).tolist() if first.pooling and first.finish_reason == "stop" else None,
         )
 
     def chunks(self) -> Iterator[Chunk]:

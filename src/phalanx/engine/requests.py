@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.config import EngineConfig
 from phalanx.engine.guides import GuideCompiler, GuideMatcher
 from phalanx.engine.inference_engine import InferenceEngine
+from phalanx.engine.pooling import check_pooling
 from phalanx.engine.prompts import PromptReader
 from phalanx.engine.request_group import RequestGroup
 from phalanx.engine.sampling_params import SamplingParams
@@ -40,14 +41,32 @@ class RequestMaker:
         self._sequence_ids = itertools.count()
         self._guides: GuideCompiler | None = None
 
-    def make(self, name: str, prompt: str | Sequence[int], params: SamplingParams, cache_salt: str) -> RequestGroup:
-        """The ``n`` requests of a prompt; the first computes it, the others share it.
+    @property
+    def guides(self) -> GuideCompiler:
+        """Compiles guides; made when it is first asked for, which takes a second where the vocabulary is large.
+
+        Raises:
+            ValueError: there is no tokenizer, or none that guides can read.
+        """
+        if self._guides is None:
+            if self.tokenizer is None:
+                raise ValueError("a guide is about text, and this model has no tokenizer")
+            self._guides = GuideCompiler(self.tokenizer, self.engine.model.vocab_size, self.eos_ids)
+        return self._guides
+
+    def make(
+        self, name: str, prompt: str | Sequence[int], params: SamplingParams, cache_salt: str, pooling: str = ""
+    ) -> RequestGroup:
+        """The ``n`` requests of a prompt; the first computes it, the others share it. With ``pooling``, the one that
+        gives its embedding, and ``params`` have no say.
 
         Raises:
             ValueError: an empty or too long prompt, ids outside the vocabulary, settings that this model or engine
                 cannot honour.
         """
         ids = self.prompts.ids(prompt)
+        if pooling:
+            return self._embedding(name, prompt, ids, cache_salt, pooling)
         max_tokens = self.prompts.max_tokens(len(ids), params)
         self.prompts.check(params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
@@ -77,6 +96,22 @@ class RequestMaker:
             )
         return RequestGroup(name, prompt if isinstance(prompt, str) else None, requests, self.tokenizer)
 
+    def _embedding(
+        self, name: str, prompt: str | Sequence[int], ids: list[int], cache_salt: str, pooling: str
+    ) -> RequestGroup:
+        check_pooling(pooling)
+        self.prompts.check_length(len(ids))
+        request = Request(
+            seq_id=next(self._sequence_ids),
+            tokens=ids,
+            prompt_len=len(ids),
+            blocks=self.engine.kv.new_blocks(),
+            root=f"{len(self._salt)}:{self._salt}{cache_salt}",
+            request_id=name,
+            pooling=pooling,
+        )
+        return RequestGroup(name, prompt if isinstance(prompt, str) else None, [request], self.tokenizer)
+
     def _bad_words(self, words: Iterable[str]) -> Iterable[tuple[int, ...]]:
         seen = set()
         for word in words:
@@ -91,11 +126,7 @@ class RequestMaker:
     def _matcher(self, params: SamplingParams) -> GuideMatcher | None:
         if params.guide is None:
             return None
-        if self._guides is None:
-            if self.tokenizer is None:
-                raise ValueError("a guide is about text, and this model has no tokenizer")
-            self._guides = GuideCompiler(self.tokenizer, self.engine.model.vocab_size, self.eos_ids)
-        return self._guides.compile(params.guide).matcher(ends_allowed=not params.ignore_eos)
+        return self.guides.compile(params.guide).matcher(ends_allowed=not params.ignore_eos)
 
     def _text(self, params: SamplingParams) -> TextStream | None:
         if self._vocabulary is None:

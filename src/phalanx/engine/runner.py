@@ -19,6 +19,7 @@ from torch import Tensor
 from phalanx.distributed.group import GroupError
 from phalanx.engine.decode import DecodeStep, decode_sizes
 from phalanx.engine.kv_storage import KVStorage
+from phalanx.engine.pooling import Pooled, forward_pooled, with_pooled
 from phalanx.engine.sampler import SampledRows, SamplerTable
 from phalanx.engine.staging import Staging
 from phalanx.engine.step import LOGITS_ALL, LOGITS_LAST, LOGITS_NONE, Masks, Row, Step
@@ -67,8 +68,9 @@ class Runner:
         self.samplers = SamplerTable(self.tokens, model.vocab_size, self.staging) if sampling else None
         self.storage: KVStorage | None = None
         self.decode: DecodeStep | None = None
-        # What a masked step has left to sample: its logits, its rows, and which of them each row of logits is of.
-        self._unsampled: tuple[Tensor, list[Row], np.ndarray[Any, Any]] | None = None
+        # What a masked step has left to sample: its logits, its rows, which of them each row of logits is of; and what
+        # was pooled of its hidden states.
+        self._unsampled: tuple[Tensor, list[Row], np.ndarray[Any, Any], Pooled | None] | None = None
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Makes the KV pool, the dummy block included."""
@@ -102,27 +104,36 @@ class Runner:
             decoded = self.decode.run(step.rows)
             if self.samplers.all_greedy(step.rows):
                 return self._sampled(SampledRows(list(range(count)), decoded.tokens[:count], None, None))
-            return self._sample(
-                self.samplers, step, self.model.unembed.gather(decoded.logits[:count]), np.arange(count)
-            )
+            logits = self.model.unembed.gather(decoded.logits[:count])
+            return self._sample(self.samplers, step, logits, np.arange(count), None)
         batch, logit_rows = self.build_batch(step.rows, step.given)
-        logits = self.model.forward(batch)
+        if any(row.pool for row in step.rows):
+            logits, pooled = forward_pooled(self.model, batch, step.rows, self.staging)
+        else:
+            logits, pooled = self.model.forward(batch), None
         if self.samplers is None or step.given is not None:
             return StepResult(logits, None)
-        return self._sample(self.samplers, step, logits, logit_rows)
+        return self._sample(self.samplers, step, logits, logit_rows, pooled)
 
     def sample(self, masks: Masks) -> StepResult:
         """The sampling of the masked step that was launched last."""
         if self.samplers is None or self._unsampled is None:
             raise RuntimeError("masks came for a step that does not wait for any")
-        (logits, rows, owner), self._unsampled = self._unsampled, None
-        return self._sampled(self.samplers.sample(logits, rows, owner, masks))
+        (logits, rows, owner, pooled), self._unsampled = self._unsampled, None
+        return self._sampled(with_pooled(self.samplers.sample(logits, rows, owner, masks), pooled))
 
-    def _sample(self, samplers: SamplerTable, step: Step, logits: Tensor, owner: np.ndarray[Any, Any]) -> StepResult:
+    def _sample(
+        self,
+        samplers: SamplerTable,
+        step: Step,
+        logits: Tensor,
+        owner: np.ndarray[Any, Any],
+        pooled: Pooled | None,
+    ) -> StepResult:
         if step.masked:
-            self._unsampled = logits, step.rows, owner
+            self._unsampled = logits, step.rows, owner, pooled
             return StepResult(None, None)
-        return self._sampled(samplers.sample(logits, step.rows, owner))
+        return self._sampled(with_pooled(samplers.sample(logits, step.rows, owner), pooled))
 
     def _sampled(self, rows: SampledRows) -> StepResult:
         fault = self.model.group.fault_flag

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,17 +38,21 @@ class SampledRows:
         owner: index of the ``rows`` entry that each drawn token belongs to.
         tokens: int64 [len(owner)], -1 where the logits were not finite.
         logprobs, prompt_logprobs: where some row wants them.
+        pooled: float32 [len(pooled_owner), hidden], the hidden states of rows that want some.
     """
 
     owner: list[int]
     tokens: Tensor
     logprobs: RowLogprobs | None
     prompt_logprobs: RowLogprobs | None
+    pooled: Tensor | None = None
+    pooled_owner: Sequence[int] = ()
 
     def tensors(self) -> list[Tensor]:
         """All its tensors, in the order that ``with_tensors`` takes."""
         parts = [part for part in (self.logprobs, self.prompt_logprobs) if part is not None]
-        return [self.tokens, *(getattr(part, name) for part in parts for name in _LOGPROB_TENSORS)]
+        pooled = [] if self.pooled is None else [self.pooled]
+        return [self.tokens, *(getattr(part, name) for part in parts for name in _LOGPROB_TENSORS), *pooled]
 
     def with_tensors(self, tensors: list[Tensor]) -> SampledRows:
         """The same with other tensors in their places."""
@@ -59,7 +64,9 @@ class SampledRows:
             moves: dict[str, Any] = {name: next(rest) for name in _LOGPROB_TENSORS}
             return replace(part, **moves)
 
-        return SampledRows(self.owner, tensors[0], moved(self.logprobs), moved(self.prompt_logprobs))
+        logprobs, prompt_logprobs = moved(self.logprobs), moved(self.prompt_logprobs)
+        pooled = None if self.pooled is None else next(rest)
+        return SampledRows(self.owner, tensors[0], logprobs, prompt_logprobs, pooled, self.pooled_owner)
 
 
 _LOGPROB_TENSORS = ("chosen_ids", "chosen", "top_ids", "top")

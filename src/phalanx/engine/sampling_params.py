@@ -100,6 +100,8 @@ def sampling_params(params: SamplingParams | dict[str, Any] | None = None, **ove
     Raises:
         ConfigError: listing every fault by field.
     """
+    if isinstance(params, SamplingParams) and not overrides:
+        return params
     given = params.model_dump(exclude_unset=True) if isinstance(params, SamplingParams) else dict(params or {})
     try:
         return SamplingParams(**{**given, **overrides})

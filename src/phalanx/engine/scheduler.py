@@ -120,7 +120,7 @@ class Scheduler:
                 continue
             if parent is not None and not parent.is_finished and request.num_computed == 0:
                 self.kv.share_prompt(parent, request)
-            if request.num_computed == 0 and request.params.prompt_logprobs is None:
+            if request.num_computed == 0 and not request.needs_whole_prompt:
                 self.kv.match(request)
             left = request.num_tokens - request.num_computed
             fits, _ = self.kv.model.get_kv_requirements(request, left, self.kv.free_blocks)

@@ -80,6 +80,8 @@ class Request(Sequence):
         stop_ids: token ids that end it.
         bad_words: token runs that must not come.
         guide: the GuideMatcher of its tokens so far, where it has to look like something.
+        pooling: "last" or "mean" for the prompt's embedding, "" for an answer.
+        state: its hidden states pooled so far, float32 [hidden], not yet of length 1.
         parent: the request whose prompt it shares (n > 1) and waits for.
         arrival: order of arrival, kept through preemption.
         sent_blocks: blocks a KV group that the runners know of; -1 before they know the request at all.
@@ -103,10 +105,17 @@ class Request(Sequence):
     logprobs: list[dict[int, float | None]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float | None] | None] = field(default_factory=list)
     text: Any = None
+    pooling: str = ""
+    state: Any = None
     cached_tokens: int = 0
     started_at: float = 0.0
     sent_blocks: int = -1
     preemptions: int = 0
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every token of the prompt must be computed for it, cached or not."""
+        return self.params.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def at_limit(self) -> bool:

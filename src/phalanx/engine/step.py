@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 LOGITS_NONE, LOGITS_LAST, LOGITS_ALL = 0, 1, 2
+POOL_NONE, POOL_LAST, POOL_SUM = 0, 1, 2
 
 
 class Sampler(msgspec.Struct, array_like=True, frozen=True):
@@ -45,6 +46,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
         rope_len: length that decides the rope of its tokens, unless their own position + 1 is larger.
         first_block: column of the block table that ``blocks`` go to.
         blocks: new blocks a KV group.
+        pool: what is wanted of these tokens' hidden states: POOL_NONE, POOL_LAST (the last one's) or POOL_SUM.
     """
 
     slot: int
@@ -55,6 +57,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     rope_len: int
     first_block: int
     blocks: list[list[int]]
+    pool: int = POOL_NONE
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,34 +19,15 @@ from phalanx.config import EngineConfig, parse_dtype
 from phalanx.distributed.group import Group
 from phalanx.layout.partition import Block, Partition, attention_blocks
 from phalanx.models.container import LayerContainer
-from phalanx.models.hf_config import HFConfig, ModelConfigError
-from phalanx.models.kv_spec import KVCacheSpec, KVGroup, kv_groups
+from phalanx.models.hf_config import HFConfig
+from phalanx.models.kv_spec import BlockSource, KVCacheSpec, KVGroup, SequenceState, kv_groups
 from phalanx.models.late_sums import set_late_sums, sums_may_be_late
 from phalanx.models.layers import Attention, Embedding, Linear, Norm, Unembedding, split_sizes
 from phalanx.models.parameter import DeclarationError, InferenceParameter
-from phalanx.models.placement import Placement
+from phalanx.models.placement import Placement, device_of
 from phalanx.models.rope import RopeSettings, RotaryEmbedding
 from phalanx.models.traits import Traits
 from phalanx.ops.batch import RaggedBatch
-
-
-class SequenceState(Protocol):
-    """What the KV hooks are told of a sequence."""
-
-    @property
-    def seen_tokens(self) -> int: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-
-class BlockSource(Protocol):
-    """What ``maybe_allocate_kv`` takes blocks from."""
-
-    @property
-    def free_blocks(self) -> int: ...
-
-    def extend(self, sequence: Any, num_blocks: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -277,11 +258,22 @@ class TransformerModel(Traits):
 
     def forward_local(self, batch: RaggedBatch, layers: range | None = None) -> Tensor:
         """The part of the logits that is this rank's: float32 [R, vocab of this rank]."""
+        return self.forward_unembed(*self.forward_layers(batch, layers), batch)
+
+    @torch.inference_mode()
+    def forward_with_states(self, batch: RaggedBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits of ``forward``, and the hidden states [len(rows), hidden] of these rows of all T, final-normed."""
+        hidden, residual = self.forward_layers(batch)
+        logits = self.unembed.gather(self.forward_unembed(hidden, residual, batch))
+        return logits, self.forward_final(hidden, residual, rows)
+
+    def forward_layers(self, batch: RaggedBatch, layers: range | None = None) -> tuple[Tensor, Tensor | None]:
+        """All layers, or some: the last one's output, and the residual that is still to be added to it."""
         state = self.prepare_batch(batch)
         hidden, residual = self.forward_embed(batch), None
         for layer in layers if layers is not None else range(self.num_layers):
             hidden, residual = self.forward_layer(layer, hidden, residual, state)
-        return self.forward_unembed(hidden, residual, batch)
+        return hidden, residual
 
     def forward_embed(self, batch: RaggedBatch) -> Tensor:
         """Embeddings [T, hidden] of the batch's ids."""
@@ -335,13 +327,16 @@ class TransformerModel(Traits):
 
     def forward_unembed(self, hidden: Tensor, residual: Tensor | None, batch: RaggedBatch) -> Tensor:
         """Final norm and head, of the wanted rows only: float32 [R, vocab of this rank]."""
-        rows = batch.logits_indices
-        picked = None if residual is None else residual[rows]
-        x, _ = self.norm.add(hidden[rows], picked, self.outer.final_norm, bias_of(self.outer, "final_norm"))
+        x = self.forward_final(hidden, residual, batch.logits_indices)
         head = self.outer.word_emb if self.tied_head else self.outer.word_unembed
         logits = self.unembed(x, head, bias_of(self.outer, "word_unembed"))
         cap = self.logit_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def forward_final(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+        """Final norm of some of the T rows: what the head reads."""
+        picked = None if residual is None else residual[rows]
+        return self.norm.add(hidden[rows], picked, self.outer.final_norm, bias_of(self.outer, "final_norm"))[0]
 
     def _norm_before(
         self, hidden: Tensor, residual: Tensor | None, parameters: Any, name: str
@@ -387,12 +382,3 @@ class TransformerModel(Traits):
 def bias_of(parameters: Any, name: str) -> InferenceParameter | None:
     """The bias that goes with a parameter, by the kit's naming: ``<name>_bias``; None where there is none."""
     return getattr(parameters, f"{name}_bias", None)
-
-
-def device_of(config: EngineConfig, group: Group) -> torch.device:
-    """The device of a rank."""
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ModelConfigError("device 'cuda' was asked for, but torch sees no GPU here: use device='cpu'")
-    return torch.device("cuda", group.rank % torch.cuda.device_count())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -52,3 +53,22 @@ def kv_groups(specs: Sequence[KVCacheSpec]) -> list[KVGroup]:
         for spec, layers in by_spec.items()
         for first in range(0, len(layers), size)
     ]
+
+
+class SequenceState(Protocol):
+    """What the KV hooks are told of a sequence."""
+
+    @property
+    def seen_tokens(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+
+class BlockSource(Protocol):
+    """What ``maybe_allocate_kv`` takes blocks from."""
+
+    @property
+    def free_blocks(self) -> int: ...
+
+    def extend(self, sequence: Any, num_blocks: int) -> None: ...

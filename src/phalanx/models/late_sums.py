@@ -13,6 +13,8 @@ _STEPS = (
     "forward_layer",
     "forward_attention",
     "forward_mlp",
+    "forward_layers",
+    "forward_final",
     "forward_unembed",
     "make_norm_layer",
     "make_attn_out_layer",

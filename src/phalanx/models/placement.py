@@ -10,6 +10,7 @@ from torch import Tensor
 from phalanx.config import EngineConfig
 from phalanx.distributed.group import Group
 from phalanx.layout.partition import Partition, local_shape, shard_into
+from phalanx.models.hf_config import ModelConfigError
 from phalanx.ops import registry
 from phalanx.ops.quantized import LAYOUTS as QUANTIZED_LAYOUTS
 
@@ -103,3 +104,12 @@ class Placement:
     def op(self, name: str, needs: frozenset[str] = frozenset()) -> Any:
         """The implementation of an op for this device and dtype that has the optional features ``needs``."""
         return registry.select(name, device=self.device, dtype=self.dtype, forced=self.forced.get(name), needs=needs)
+
+
+def device_of(config: EngineConfig, group: Group) -> torch.device:
+    """The device of a rank."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ModelConfigError("device 'cuda' was asked for, but torch sees no GPU here: use device='cpu'")
+    return torch.device("cuda", group.rank % torch.cuda.device_count())

@@ -17,6 +17,7 @@ from phalanx.server.errors import ApiError
 from phalanx.server.openapi import add_document
 from phalanx.server.routes_chat import chat_router
 from phalanx.server.routes_completions import completions_router
+from phalanx.server.routes_embeddings import embeddings_router
 from phalanx.server.routes_health import Status, Version, health_router
 from phalanx.server.routes_models import (
     DetokenizeAnswer,
@@ -29,10 +30,11 @@ from phalanx.server.routes_models import (
 )
 from phalanx.server.schema_chat import ChatAnswer, ChatRequest
 from phalanx.server.schema_completions import CompletionAnswer, CompletionRequest
+from phalanx.server.schema_embeddings import EmbeddingAnswer, EmbeddingRequest
 from phalanx.server.service import Service
 
 SCHEMAS: list[type[BaseModel]] = [
-    *(CompletionRequest, CompletionAnswer, ChatRequest, ChatAnswer),
+    *(CompletionRequest, CompletionAnswer, ChatRequest, ChatAnswer, EmbeddingRequest, EmbeddingAnswer),
     *(ModelCard, ModelList, TokenizeRequest, TokenizeAnswer, DetokenizeRequest, DetokenizeAnswer, Status, Version),
 ]
 
@@ -51,7 +53,7 @@ def build_app(service: Service, on_end: Sequence[Callable[[RequestRecord], None]
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (completions_router, chat_router, models_router, health_router):
+    for router in (completions_router, chat_router, embeddings_router, models_router, health_router):
         app.include_router(router(service))
     add_document(app, SCHEMAS, keyed=bool(service.settings.api_keys))
     app.add_exception_handler(ApiError, _api_error)

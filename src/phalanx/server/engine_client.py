@@ -256,7 +256,13 @@ class EngineClient:
     # -- requests
 
     def submit(
-        self, mailbox: Mailbox, token_ids: list[int], params: dict[str, Any], cache_salt: str, streamed: bool
+        self,
+        mailbox: Mailbox,
+        token_ids: list[int],
+        params: dict[str, Any],
+        cache_salt: str,
+        streamed: bool,
+        pooling: str = "",
     ) -> int:
         """Sends a prompt; its pieces come into the mailbox under the number that is returned.
 
@@ -268,7 +274,7 @@ class EngineClient:
             raise EngineDead(f"the engine {reason}")
         number = next(self._numbers)
         self._mailboxes[number] = mailbox
-        self._send(Submit(number, token_ids, params, cache_salt, streamed))
+        self._send(Submit(number, token_ids, params, cache_salt, streamed, pooling))
         return number
 
     def forget(self, number: int, aborted: bool) -> None:

@@ -30,6 +30,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
         number: names the request in all that follows.
         params: the fields of SamplingParams that are not at their default.
         streamed: pieces come as they are drawn; otherwise all answers come once the last of them has ended.
+        pooling: "last" or "mean": the prompt's embedding is wanted, and no answer.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     params: dict[str, Any]
     cache_salt: str
     streamed: bool
+    pooling: str = ""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
@@ -90,7 +92,8 @@ class Beginning(msgspec.Struct, array_like=True):
 
 
 class Piece(msgspec.Struct, array_like=True):
-    """What an answer has gained, as in ``phalanx.engine.outputs.Chunk``; a prompt's first one has a ``beginning``."""
+    """What an answer has gained, as in ``phalanx.engine.outputs.Chunk``; a prompt's first one has a ``beginning``. That
+    of an embedding has the ``vector``, float32."""
 
     number: int
     index: int
@@ -101,6 +104,7 @@ class Piece(msgspec.Struct, array_like=True):
     stop_reason: int | str | None = None
     error: str | None = None
     beginning: Beginning | None = None
+    vector: bytes | None = None
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):

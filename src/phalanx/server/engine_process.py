@@ -1,22 +1,28 @@
 """The engine's own process: ``python -m phalanx.distributed.child phalanx.server.engine_process FD``.
 
-One thread does everything: it reads what the HTTP process has sent, runs a step, and sends what the step gave. Writing
-never waits for the reader, so that a busy HTTP process does not hold up the engine.
+One thread does nearly everything: it reads what the HTTP process has sent, runs a step, and sends what the step gave.
+Writing never waits for the reader, so that a busy HTTP process does not hold up the engine. Only guides, which may take
+seconds to compile, are compiled beside it; the requests that need them begin then.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from phalanx.engine.guides import Guide
 from phalanx.engine.llm import LLM
+from phalanx.engine.pooling import unit
 from phalanx.engine.request_group import RequestGroup
+from phalanx.engine.sampling_params import SamplingParams, sampling_params
 from phalanx.server.engine_messages import (
     Abort,
     Beginning,
@@ -39,6 +45,7 @@ from phalanx.server.engine_messages import (
 _STATS_SECONDS = 0.2
 _READ_BYTES = 1 << 20
 _LAST_WORDS_SECONDS = 2.0
+_COMPILING_THREADS = 4
 
 
 class Wire:
@@ -48,6 +55,13 @@ class Wire:
         self._socket = connection
         self._frames = FrameReader()
         self._unsent = bytearray()
+        self._woken, self._waker = socket.socketpair()
+
+    def wake(self) -> None:
+        """Ends the wait of ``receive``. For other threads."""
+        # A full buffer wakes as well.
+        with suppress(BlockingIOError):
+            self._waker.send(b"w", socket.MSG_DONTWAIT)
 
     def receive(self, wait: float | None) -> list[ToEngine]:
         """The messages that have come; without any, waits so many seconds for some (None: as long as it takes).
@@ -55,9 +69,12 @@ class Wire:
         Raises:
             EOFError: the HTTP process has gone.
         """
-        ready, _, _ = select.select([self._socket], [self._socket] if self._unsent else [], [], wait)
+        sources = [self._socket, self._woken]
+        ready, _, _ = select.select(sources, [self._socket] if self._unsent else [], [], wait)
         self._flush()
-        if not ready:
+        if self._woken in ready:
+            self._woken.recv(_READ_BYTES)
+        if self._socket not in ready:
             return []
         data = self._socket.recv(_READ_BYTES)
         if not data:
@@ -90,6 +107,9 @@ class EngineLoop:
         self.llm = llm
         self.wire = wire
         self._groups: dict[str, Running] = {}
+        self._compiling: dict[int, tuple[Submit, SamplingParams]] = {}
+        self._compiled: queue.SimpleQueue[tuple[int, ValueError | None]] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(_COMPILING_THREADS, "phalanx guides")
         self._told_at = 0.0
         self._told_idle = True
         self._changed = False
@@ -105,6 +125,7 @@ class EngineLoop:
                 if isinstance(message, Shutdown):
                     return
                 self._obey(message)
+            self._begin_compiled()
             pieces = self._step() if self.llm.has_work else []
             stats = self.llm.stats() if self._tells() else None
             if pieces or stats is not None:
@@ -112,17 +133,60 @@ class EngineLoop:
 
     def _obey(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
-            name = str(message.number)
-            try:
-                self.llm.add_request(message.token_ids, message.params, request_id=name, cache_salt=message.cache_salt)
-            except ValueError as error:
-                self.wire.send(Refused(message.number, str(error)))
-            else:
-                self._groups[name] = Running(message.number, message.streamed, self.llm.group_of(name))
+            self._submit(message)
         elif isinstance(message, Abort):
+            self._compiling.pop(message.number, None)
             self._groups.pop(str(message.number), None)
             self.llm.abort(str(message.number))
         self._changed = True
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            params = sampling_params(message.params)
+            if params.guide is None or self.llm.guides.knows(params.guide):
+                self._begin(message, params)
+                return
+        except ValueError as error:
+            self.wire.send(Refused(message.number, str(error)))
+            return
+        self._compiling[message.number] = (message, params)
+        self._threads.submit(self._compile, message.number, params.guide)
+
+    def _begin(self, message: Submit, params: SamplingParams) -> None:
+        name, pooling = str(message.number), message.pooling or None
+        self.llm.add_request(
+            message.token_ids,
+            params,
+            request_id=name,
+            cache_salt=message.cache_salt,
+            pooling=pooling,  # type: ignore[arg-type]
+        )
+        self._groups[name] = Running(message.number, message.streamed, self.llm.group_of(name))
+
+    def _compile(self, number: int, guide: Guide) -> None:
+        """In another thread."""
+        fault = None
+        try:
+            self.llm.guides.compile(guide)
+        except ValueError as error:
+            fault = error
+        self._compiled.put((number, fault))
+        self.wire.wake()
+
+    def _begin_compiled(self) -> None:
+        """Begins the requests whose guides are ready by now."""
+        while not self._compiled.empty():
+            number, fault = self._compiled.get()
+            # Aborted meanwhile, it is not there any more.
+            message, params = self._compiling.pop(number, (None, None))
+            if message is None or params is None:
+                continue
+            try:
+                if fault is not None:
+                    raise fault
+                self._begin(message, params)
+            except ValueError as error:
+                self.wire.send(Refused(number, str(error)))
 
     def _step(self) -> list[Piece]:
         pieces: list[Piece] = []
@@ -173,6 +237,9 @@ class Running:
         if pieces and not self._said_beginning:
             self._said_beginning = True
             pieces[0].beginning = self._beginning()
+        first = self.group.requests[0]
+        if first.pooling and first.finish_reason == "stop":
+            pieces[0].vector = unit(first.state).tobytes()
         return pieces
 
     def _beginning(self) -> Beginning:
@@ -213,6 +280,10 @@ def _first(wire: Wire) -> Start:
 
 def _serve(llm: LLM, wire: Wire) -> int:
     try:
+        # Reading a vocabulary takes a second, which the first guided request is spared. A model that cannot be guided
+        # says so when a guide is asked for.
+        with suppress(ValueError):
+            llm.guides.compile(Guide(kind="json_object"))
         wire.send(
             Ready(
                 max_model_len=llm.max_model_len,

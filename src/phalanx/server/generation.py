@@ -17,11 +17,12 @@ from phalanx.server.service import Service
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt, checked, with its settings."""
+    """One prompt, checked, with its settings; with ``pooling``, its embedding is wanted instead of an answer."""
 
     token_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""
+    pooling: str = ""
 
 
 class Generation:
@@ -69,7 +70,7 @@ class Generation:
         try:
             for place, job in enumerate(self.jobs):
                 params = job.params.model_dump(mode="json", exclude_defaults=True)
-                number = engine.submit(mailbox, job.token_ids, params, job.cache_salt, self.streamed)
+                number = engine.submit(mailbox, job.token_ids, params, job.cache_salt, self.streamed, job.pooling)
                 places[number], left[number] = place, job.params.n
             while left:
                 found = []

@@ -53,11 +53,11 @@ async def _prepare(service: Service, body: ChatRequest, record: RequestRecord) -
         )
     service.check_open()
     text = await service.chat_text([message.for_template() for message in body.messages], body.template_options())
-    parser = _parser(service, body, text)
+    parser, opens = _parser(service, body, text), _opens_reasoning(service, text)
     params = body.params(
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        guide=_guide(service, body),
+        guide=_guide(service, body, opens),
         skip_special_tokens=False if parser is not None and parser.needs_special_tokens else body.skip_special_tokens,
     )
     ids = await service.encode_plain(text)
@@ -79,11 +79,23 @@ def _parser(service: Service, body: ChatRequest, prompt: str) -> OutputParser | 
         )
     if tool_format is None and reasoning_format is None:
         return None
-    opens = reasoning_format is not None and prompt.rstrip().endswith(MARKS[reasoning_format][0])
-    return OutputParser(tool_format, reasoning_format, opens, tools)
+    return OutputParser(tool_format, reasoning_format, _opens_reasoning(service, prompt), tools)
 
 
-def _guide(service: Service, body: ChatRequest) -> Guide | None:
+def _opens_reasoning(service: Service, prompt: str) -> bool:
+    """Whether the prompt ends within the model's thinking."""
+    return service.reasoning_format is not None and prompt.rstrip().endswith(MARKS[service.reasoning_format][0])
+
+
+def _guide(service: Service, body: ChatRequest, opens_reasoning: bool) -> Guide | None:
+    """What the answer must look like, behind the thinking where the prompt has opened it."""
+    guide = _whole_guide(service, body)
+    if guide is None or not opens_reasoning or service.reasoning_format is None:
+        return guide
+    return guide.model_copy(update={"after": MARKS[service.reasoning_format][1]})
+
+
+def _whole_guide(service: Service, body: ChatRequest) -> Guide | None:
     if not body.forces_call or service.tool_format is None:
         return body.guide()
     choice: Any = "required" if body.tool_choice == "required" else body.tool_choice.model_dump()  # type: ignore[union-attr]

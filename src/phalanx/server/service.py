@@ -124,14 +124,14 @@ class Service:
 
     # -- prompts
 
-    async def encode(self, prompt: str | list[int]) -> list[int]:
-        """The checked token ids of a prompt.
+    async def encode(self, prompt: str | list[int], param: str = "prompt") -> list[int]:
+        """The checked token ids of a prompt, from the field that is named.
 
         Raises:
             ApiError: 400 where it is none.
         """
         size = len(prompt) if isinstance(prompt, str) else 0
-        return await self._read(size, lambda reader: reader.ids(prompt), "prompt")
+        return await self._read(size, lambda reader: reader.ids(prompt), param)
 
     async def chat_text(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         """A conversation as the chat template writes it.
@@ -151,6 +151,13 @@ class Service:
     async def encode_plain(self, text: str, special: bool = False) -> list[int]:
         """The token ids of a text, unchecked."""
         return await self._read(len(text), lambda reader: reader.encode(text, special), "prompt")
+
+    def check_length(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises ApiError 400 for a prompt that the context cannot hold."""
+        try:
+            self._reader(self.tokenizer).check_length(len(token_ids))
+        except ValueError as error:
+            raise ApiError(400, str(error), param=param) from None
 
     async def check(self, token_ids: Sequence[int], params: SamplingParams, guide_field: str) -> None:
         """Raises ApiError 400 for what the engine could not honour: a prompt that is too long, ids outside the

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from phalanx.config import EngineConfig
 from phalanx.distributed.group import Group
 from phalanx.layout import kv_heads, query_heads
-from phalanx.models.base import TransformerModel, device_of
+from phalanx.models.base import TransformerModel
 from phalanx.models.generic.attention import NAME, LayerAttention, Notes, Ragged, register
 from phalanx.models.hf_config import HFConfig, ModelConfigError
 from phalanx.models.kv_spec import KVCacheSpec
-from phalanx.models.placement import Placement
+from phalanx.models.placement import Placement, device_of
 from phalanx.models.rope import RopeSettings
 from phalanx.models.traits import Traits
 from phalanx.ops.batch import RaggedBatch
@@ -104,7 +104,23 @@ class GenericModel(TransformerModel):
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, layers: range | None = None) -> Tensor:
-        return ragged_logits(self.module, batch, Ragged(self.placement, batch, self._kv, self.kv_group_of))
+        return ragged_logits(self.module, batch, self._attends(batch))
+
+    @torch.inference_mode()
+    def forward_with_states(self, batch: RaggedBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
+        # What a module does between its states and its logits is its own: rows that want logits run once more.
+        hidden: Tensor = self.module.base_model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            phalanx=self._attends(batch),
+        ).last_hidden_state[0]
+        wanted = len(batch.logits_indices) > 0
+        logits = self.forward(batch) if wanted else hidden.new_zeros(0, self.vocab_size, dtype=torch.float32)
+        return logits, hidden[rows]
+
+    def _attends(self, batch: RaggedBatch) -> Ragged:
+        return Ragged(self.placement, batch, self._kv, self.kv_group_of)
 
 
 def ragged_logits(module: Any, batch: RaggedBatch, attends: Ragged) -> Tensor:

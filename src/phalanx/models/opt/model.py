@@ -89,11 +89,10 @@ class OPTModel(TransformerModel):
         hidden = self.norm(attended, p.attn_norm, bias_of(p, "attn_norm"))
         return self.norm(hidden + self.forward_mlp(layer, hidden), p.mlp_norm, bias_of(p, "mlp_norm")), None
 
-    def forward_unembed(self, hidden: Tensor, residual: Tensor | None, batch: RaggedBatch) -> Tensor:
-        rows = batch.logits_indices
+    def forward_final(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         x = hidden[rows] if residual is None else hidden[rows] + residual[rows]
         if self.final_normed:
             x = self.norm(x, self.outer.final_norm, bias_of(self.outer, "final_norm"))
         if self.projected:
             x = self.projection(self.embedding_size, self.hidden_size)(x, self.outer.project_out)
-        return self.unembed(x, self.outer.word_emb if self.tied_head else self.outer.word_unembed)
+        return x
