@@ -46,7 +46,9 @@ _TOKENS = (
     "token_embedding", "shared",
 )  # fmt: skip
 _HEADS = ("lm_head", "embed_out", "output_layer")
-_ADAPTER = re.compile(r"\.(base_layer|lora_(?P<factor>[AB])\.[^.]+)(?=\.weight$)")
+_ADAPTER = re.compile(
+    r"\.(base_layer|original_module|modules_to_save\.[^.]+|lora_(?P<factor>[AB])\.[^.]+)(?=\.(weight|bias)$)"
+)
 
 
 def plain(name: str) -> str:

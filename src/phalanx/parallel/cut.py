@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from phalanx.distributed.group import Group
 from phalanx.layout import Partition, shard
 from phalanx.layout.decide import Decision
+from phalanx.layout.roles import adapter_factor
+from phalanx.parallel.adapters import adapted_decision, adapted_path, beneath, dropouts_on_parts, drops
 from phalanx.parallel.attention import RegionRandom, has_dropout, is_latent_kv, keep_own_heads
 from phalanx.parallel.borders import CutSequence, ExpertsBorder, WholeSequence
 from phalanx.parallel.inventory import attention_path, attention_shape, text_config, tied_names
@@ -56,7 +58,9 @@ class Cutter:
             )
         blocks = [block for _, block in attention_blocks(model, decisions)]
         dropout = any(has_dropout(block) for block in blocks) or any(_drops(layer) for layer in self._layers)
-        self._random = RegionRandom(group.rank) if dropout else None
+        if sequence_parallel and drops(model):
+            raise ValueError("sequence parallelism with a lora_dropout is not supported: set it to 0, or leave one out")
+        self._random = RegionRandom(group.rank) if dropout or drops(model) else None
         self.border: WholeSequence | CutSequence = (
             CutSequence(group, self._random) if sequence_parallel else WholeSequence(group)
         )
@@ -74,6 +78,8 @@ class Cutter:
             module.register_forward_hook(border.after)
         self._borders_of_linears()
         self._attention_blocks()
+        for dropout in dropouts_on_parts(self.model):
+            self._draws_by_itself(dropout)
         if isinstance(self.border, CutSequence):
             self._layers[0].register_forward_pre_hook(self.border.before_layers, with_kwargs=True)
             self._layers[-1].register_forward_hook(self.border.after_layers)
@@ -99,6 +105,9 @@ class Cutter:
         # An attention block sees all tokens; only the bias of its way out is added after they have been cut again.
         decision = self.decisions.get(f"{path}.weight")
         after = leaf == "bias" and decision is not None and decision.style == "row"
+        adapted = adapted_decision(name, self.decisions)
+        if adapted is not None and adapter_factor(name) == "B":
+            after = adapted.style == "row"
         return after or attention_path(path) is None
 
     def _shard(self, name: str, partition: Partition, decision: Decision) -> tuple[int, ...]:
@@ -179,7 +188,7 @@ class Cutter:
             if decision.style == "row":
                 module.cut.leave = border.leave
                 continue
-            parent = path.rpartition(".")[0]
+            parent = adapted_path(path).rpartition(".")[0]
             if isinstance(border, CutSequence) and (block := self._attention_of(path)) is not None:
                 if self._reads_only_parts(block):
                     continue  # the block's own hook joins the tokens
@@ -248,15 +257,32 @@ class Cutter:
 
                 child.register_forward_hook(enter)
 
+    def _draws_by_itself(self, dropout: nn.Module) -> None:
+        random = self._random
+        if random is None:
+            return
+
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if module.training:
+                random.enter(args[0].device)
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            if module.training:
+                random.leave(output.device)
+
+        dropout.register_forward_pre_hook(enter)
+        dropout.register_forward_hook(leave)
+
     def _own_randomness(self, path: str, block: nn.Module) -> None:
         if self._random is None or isinstance(self.border, CutSequence) or not has_dropout(block):
             return
-        names = [name for name, child in block.named_children() if isinstance(child, ColumnLinear)]
-        rows = [child for child in block.children() if isinstance(child, RowLinear)]
+        names = [name for name, child in block.named_children() if isinstance(beneath(child), ColumnLinear)]
+        rows = [beneath(child) for child in block.children() if isinstance(beneath(child), RowLinear)]
         if not names or not rows:
             return
         random = self._random
-        first: nn.Module = block.get_submodule(names[0])
+        # Adapters drop out parts of the block's input, which is the same on all ranks: not before the last of them.
+        first: nn.Module = block.get_submodule(names[-1] if drops(block) else names[0])
 
         def enter(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             if block.training:
@@ -275,7 +301,9 @@ def attention_blocks(model: nn.Module, decisions: Mapping[str, Decision]) -> lis
     """The modules that directly hold projections cut by heads, by name."""
     found: dict[str, nn.Module] = {}
     for name, decision in decisions.items():
-        parent = name.rpartition(".")[0].rpartition(".")[0]
+        parent = adapted_path(name.rpartition(".")[0]).rpartition(".")[0]
+        if adapter_factor(name) is not None:
+            continue
         if decision.style == "column" and not decision.gather_output and attention_path(parent) is not None:
             found[parent] = model.get_submodule(parent)
     return list(found.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,14 +15,15 @@ _CAUSAL_LOSS = "ForCausalLMLoss"
 
 
 class VocabHead:
-    """Decides in each forward whether the head's logits are joined.
+    """Decides in each forward whether the head's logits are joined: those of all its `layers` alike, where an adapter
+    has put several in its place.
 
     They are, unless the model is training, was given labels, and computes its loss from its logits by
     `loss_function`, which then works on each rank's share; the output then holds the loss and no logits.
     """
 
-    def __init__(self, head: ColumnLinear, model: Any, gather_logits: bool) -> None:
-        self.head = head
+    def __init__(self, layers: Sequence[ColumnLinear], model: Any, gather_logits: bool) -> None:
+        self.layers = tuple(layers)
         self._gather_always = gather_logits
         self._whole_loss = model.loss_function if computes_causal_loss(model) else None
         if self._whole_loss is not None:
@@ -38,15 +40,16 @@ class VocabHead:
             and kwargs.get("return_dict") is not False
             and getattr(model.config, "return_dict", True)
         )
-        self.head.cut.gather = not apart
+        for layer in self.layers:
+            layer.cut.gather = not apart
 
     def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.head.cut.gather:
+        if self.layers[0].cut.gather:
             return None
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
     def loss(self, logits: Tensor, labels: Tensor | None = None, vocab_size: int = 0, **kwargs: Any) -> Any:
-        cut = self.head.cut
+        cut = self.layers[0].cut
         if cut.gather and self._whole_loss is not None:
             return self._whole_loss(logits, labels, vocab_size, **kwargs)
         known = {name: kwargs[name] for name in _LOSS_OPTIONS if name in kwargs}
@@ -64,9 +67,10 @@ def computes_causal_loss(model: Any) -> bool:
 
 
 def owner_of_head(model: nn.Module, head: nn.Module) -> nn.Module | None:
-    """The causal LM in `model` whose output embedding `head` is."""
+    """The causal LM in `model` whose output embedding `head` is, or is a part of (where an adapter wraps it)."""
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
-        if get is not None and get() is head:
+        end = None if get is None else get()
+        if isinstance(end, nn.Module) and any(part is head for part in end.modules()):
             return module
     return None

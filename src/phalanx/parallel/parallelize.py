@@ -11,6 +11,7 @@ from phalanx.distributed.group import Group
 from phalanx.distributed.mesh import Mesh
 from phalanx.layout.decide import Decision, decide
 from phalanx.layout.rules import PartitionConfig
+from phalanx.parallel.adapters import StillThere, base_model, check_adapters, follow, whole_padding
 from phalanx.parallel.cut import Cutter, check_same_weights
 from phalanx.parallel.head import VocabHead, owner_of_head
 from phalanx.parallel.inventory import inventory, model_type, tied_names
@@ -68,7 +69,9 @@ def parallelize(
     if chosen != "off":
         from phalanx.parallel.verify import verify_rules
 
-        verify_rules(model, group, config=config, preset=preset, sequence_parallel=sequence_parallel, action=chosen)
+        verify_rules(
+            base_model(model), group, config=config, preset=preset, sequence_parallel=sequence_parallel, action=chosen
+        )
     check_same_weights(model, group, mesh.device)
     registry = cut_model(
         model,
@@ -92,7 +95,7 @@ def decisions_for(
     """What the rules say of every weight of `model`, over `world` ranks."""
     if config is not None and not isinstance(config, PartitionConfig):
         config = PartitionConfig.from_dict(config)
-    return decide(
+    decisions = decide(
         inventory(model),
         model_type=model_type(model),
         config=config,
@@ -101,6 +104,7 @@ def decisions_for(
         tied=tied_names(model),
         world=world,
     )
+    return follow(decisions)
 
 
 def cut_model(
@@ -115,17 +119,23 @@ def cut_model(
     """Carry `decisions` out on `model`, in place."""
     if sequence_parallel:
         _refuse_under_sequence_parallelism(model)
+    check_adapters(model, decisions)
+    whole_padding(model)
     model.register_forward_pre_hook(_PartialOutputs(sequence_parallel), with_kwargs=True)
-    whole: Any = model
-    if hasattr(whole, "save_pretrained"):
-        whole.save_pretrained = _no_whole_weights
+    for whole in {model, base_model(model)}:
+        if hasattr(whole, "save_pretrained"):
+            whole.save_pretrained = _no_whole_weights
     registry = Cutter(model, group, decisions, sequence_parallel=sequence_parallel).cut()
+    heads: dict[int, tuple[nn.Module, list[ColumnLinear]]] = {}
     for name, decision in decisions.items():
         module = model.get_submodule(name.rpartition(".")[0])
         if decision.style == "vocab" and isinstance(module, ColumnLinear):
             module.cut.gather = True
-            if (owner := owner_of_head(model, module)) is not None:
-                VocabHead(module, owner, gather_logits)
+            if (owner := owner_of_head(base_model(model), module)) is not None:
+                heads.setdefault(id(owner), (owner, []))[1].append(module)
+    for owner, layers in heads.values():
+        VocabHead(layers, owner, gather_logits)
+    base_model(model).register_forward_pre_hook(StillThere(model))
     if sum_gradients:
         for name, parameter in model.named_parameters():
             if registry[name].partial and parameter.requires_grad:

@@ -10,7 +10,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,31 +36,37 @@ def save_weights(engine: TrainingEngine, folder: Path, filename: str, *, exclude
     stem = _stem(filename)
 
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
-        with tempfile.TemporaryDirectory(dir=_parent(folder), prefix=f".{folder.name}.") as aside:
+        with tempfile.TemporaryDirectory(dir=parent_of(folder), prefix=f".{folder.name}.") as aside:
             write_hf_folder(Path(aside, "new"), stored_tensors(engine.module, tensors), None, stem=stem)
             move_into(Path(aside, "new"), folder, stem)
 
     _stream(engine, f"saving {folder}", write, exclude_frozen=exclude_frozen)
 
 
-def save_folder(engine: TrainingEngine, folder: Path, tokenizer: Any, max_shard_size: int | str) -> None:
-    """See `TrainingEngine.save_pretrained`."""
+def save_model(
+    engine: TrainingEngine,
+    model: Any,
+    folder: Path,
+    tokenizer: Any,
+    max_shard_size: int | str,
+    change: Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] = iter,
+) -> None:
+    """Write `model`, the engine's module or one within it; its tensors are what `change` makes of the module's."""
     limit = shard_bytes(max_shard_size)
-    module: Any = engine.module
-    given = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-    config = config_of(module, None if given is None else Precision.of(engine.config).param_dtype(given))
+    given = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    config = config_of(model, None if given is None else Precision.of(engine.config).param_dtype(given))
     if config is None:
         raise ValueError(
-            f"save_pretrained needs a model of transformers, and {type(module).__name__} has no config of one: "
+            f"save_pretrained needs a model of transformers, and {type(model).__name__} has no config of one: "
             "save_16bit_model writes the weights alone"
         )
 
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         write_model(
             folder,
-            stored_tensors(module, tensors),
+            stored_tensors(model, change(tensors)),
             config,
-            generation=generation_of(module),
+            generation=generation_of(model),
             tokenizer=tokenizer,
             max_shard_bytes=limit,
         )
@@ -87,7 +93,7 @@ def write_model(
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """A whole Hugging Face folder. It is written aside; what is in `folder` besides a model stays."""
-    with tempfile.TemporaryDirectory(dir=_parent(folder), prefix=f".{folder.name}.") as aside:
+    with tempfile.TemporaryDirectory(dir=parent_of(folder), prefix=f".{folder.name}.") as aside:
         new, more = Path(aside, "new"), Path(aside, "more")
         more.mkdir()
         if generation is not None:
@@ -159,7 +165,8 @@ def _stem(filename: str) -> str:
     return stem
 
 
-def _parent(folder: Path) -> Path:
+def parent_of(folder: Path) -> Path:
+    """Where a folder is made: its parent, which is there afterwards."""
     parent = folder.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     return parent

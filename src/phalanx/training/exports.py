@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from phalanx.training import export
+from phalanx.training import adapter_export, export
 from phalanx.training.whole import gathered_parameters
 
 
@@ -33,18 +33,33 @@ class Exports:
         return True
 
     def save_pretrained(
-        self, save_dir: str | os.PathLike[str], tokenizer: Any = None, max_shard_size: int | str = "5GB"
+        self,
+        save_dir: str | os.PathLike[str],
+        tokenizer: Any = None,
+        max_shard_size: int | str = "5GB",
+        merge_adapters: bool = False,
     ) -> None:
         """Write the model as a folder that stock transformers loads: whole weights, config, generation config.
 
+        Of a model that PEFT has wrapped only the adapter is written, as stock PEFT files.
+
         Args:
+            merge_adapters: of such a model, write the model itself, with its active LoRA adapters added to its weights.
             tokenizer: saved along; anything that has `save_pretrained`.
             max_shard_size: of a weight file, in bytes or such as "5GB". Rank 0 holds this much at a time.
 
-        Raises ValueError for a module without a config of transformers.
+        Raises ValueError for a module without a config of transformers, and for adapters that cannot be merged.
         """
         engine: Any = self
-        export.save_folder(engine, Path(save_dir), tokenizer, max_shard_size)
+        adapted = adapter_export.is_adapted(engine.module)
+        if merge_adapters and not adapted:
+            raise ValueError(f"merge_adapters: {type(engine.module).__name__} has no adapters of PEFT")
+        if merge_adapters:
+            adapter_export.save_merged(engine, Path(save_dir), tokenizer, max_shard_size)
+        elif adapted:
+            adapter_export.save_adapter(engine, Path(save_dir), tokenizer)
+        else:
+            export.save_model(engine, engine.module, Path(save_dir), tokenizer, max_shard_size)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The whole state dict, parameters and buffers, on the CPU of rank 0, under the module's names; None on the

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.parallel.adapters import adapted_path
+
 
 def stored_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """`tensors` of the state of `model`, a model of transformers, as its published checkpoints name and shape them.
@@ -36,7 +38,12 @@ def _conversion(model: Any) -> Any:
         return None
     if not isinstance(model, PreTrainedModel):
         return None
-    hollow = {name: torch.empty_like(value, device="meta") for name, value in model.state_dict().items()}
+    # Under the names of the model alone: an adapter is merged before its model is written.
+    hollow = {
+        f"{adapted_path(name.rpartition('.')[0])}.{name.rpartition('.')[2]}": torch.empty_like(value, device="meta")
+        for name, value in model.state_dict().items()
+        if ".lora_" not in name
+    }
     together = revert_weight_conversion(model, dict(hollow)).keys()
     try:
         apart = [each for name, value in hollow.items() for each in revert_weight_conversion(model, {name: value})]

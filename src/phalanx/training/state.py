@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from phalanx.distributed.mesh import Mesh
+from phalanx.parallel.adapters import base_model
 from phalanx.training.checkpoint_folder import (
     CheckpointError,
     RankWriter,
@@ -36,6 +37,7 @@ from phalanx.training.checkpoint_folder import (
     partial_folder,
 )
 from phalanx.training.fragments import by_parameter
+from phalanx.training.hf_names import class_name
 from phalanx.training.parts import is_written_here, parts
 from phalanx.training.together import Together, most, place_among_all
 from phalanx.training.whole import held, tied_names
@@ -98,7 +100,7 @@ def save(
     with Together(mesh, "collecting the state"):
         scalars = _collect(engine, writer, exclude_frozen)
         extra = {"tp": mesh.tp.rank, "dp": mesh.dp.rank, "scalars": scalars, "random": _random_state(writer, mesh)}
-        about = _about(engine, client_state) if rank == 0 else {}
+        about = _about(engine, client_state, exclude_frozen) if rank == 0 else {}
 
     def finish() -> None:
         try:
@@ -217,18 +219,19 @@ def _states(engine: TrainingEngine, fragment: Any, scalars: dict[str, dict[str, 
             )
 
 
-def _about(engine: TrainingEngine, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def _about(engine: TrainingEngine, client_state: Mapping[str, Any], exclude_frozen: bool) -> dict[str, Any]:
     scheduler = engine.lr_scheduler
-    config = getattr(engine.module, "config", None)
-    generation = getattr(engine.module, "generation_config", None)
+    model = base_model(engine.module)
+    config = json_of(getattr(model, "config", None))
     return {
         "tp": engine.mesh.tp.size,
         "dp": engine.mesh.dp.size,
         "stage": engine.zero_optimization_stage(),
         "model": _fingerprint(engine),
         "partitions": {name: layout.partition.to_json() for name, layout in engine.registry.items()},
-        "model_config": json_of(config),
-        "generation_config": json_of(generation),
+        "model_config": None if config is None else {**config, "architectures": [class_name(model)]},
+        "generation_config": json_of(getattr(model, "generation_config", None)),
+        "frozen_excluded": exclude_frozen,
         "tied": tied_names(engine.module),
         "optimizer": None if engine.optimizer is None else type(engine.optimizer).__name__,
         "param_groups": [
@@ -289,7 +292,8 @@ def _check_model(engine: TrainingEngine, saved: Saved, strict: bool) -> None:
         if name in there and there[name] != shape
     ]
     if strict:
-        for name in here.keys() - there.keys():
+        left_out = here.keys() - engine.trained_names if saved.index.get("frozen_excluded") else set()
+        for name in here.keys() - there.keys() - left_out:
             near = get_close_matches(name, there, 1)
             problems.append(f"{name} is not in the checkpoint" + (f"; the nearest there is {near[0]}" if near else ""))
         problems += [f"{name} of the checkpoint is not in the model" for name in there.keys() - here.keys()]
