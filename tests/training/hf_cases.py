@@ -80,7 +80,7 @@ def build(seed: int = 0, **changes: Any) -> nn.Module:
 
 
 def trainer_of(
-    kind: type[Trainer], folder: Path, *, dp: int = 1, config: Any = None, model: Any = None, **more: Any
+    kind: type[Trainer], folder: Path, *, dp: int = 1, config: Any = None, start: Callable[[], Any] = build, **more: Any
 ) -> Trainer:
     arguments = TrainingArguments(
         **{
@@ -105,7 +105,7 @@ def trainer_of(
             **more,
         }
     )
-    model = build() if model is None else model
+    model = start()
     given = {} if config is None else {"phalanx_config": config}
     return kind(
         model=model,
@@ -146,6 +146,8 @@ def stock(name: str) -> None:
     the losses of ranks by their tokens, so that they differ from those of one process."""
     launched()
     dp = dist.get_world_size()
+    if dp == 1:
+        build().save_pretrained(shared() / "start")
     trainer = trainer_of(Trainer, shared() / f"stock-{name}", dp=dp, **KINDS[name])
     trainer.train()
     predicted = trainer.predict(trainer.eval_dataset)
@@ -190,10 +192,10 @@ def resumed_in_mid_epoch(tp: int, dp: int, stage: int) -> None:
     folder = shared() / f"resume-{dist.get_world_size()}-{stage}"
     config = {"tensor_parallel": {"autotp_size": tp}, "zero_optimization": {"stage": stage}}
     common = {"dp": dp, "config": config, "save_strategy": "steps", "save_steps": 4, "max_steps": 8}
-    whole = trainer_of(MixedTrainer, folder, model=build(attention_dropout=0.1), **common)
+    whole = trainer_of(MixedTrainer, folder, start=partial(build, attention_dropout=0.1), **common)
     whole.train()
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-8"]
-    again = trainer_of(MixedTrainer, folder, model=build(seed=1, attention_dropout=0.1), **common)
+    again = trainer_of(MixedTrainer, folder, start=partial(build, 1, attention_dropout=0.1), **common)
     again.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
     assert told(again)[:-1] == told(whole)[:-1] and again.state.global_step == 8
     for (name, got), expected in zip(weights(again).items(), weights(whole).values(), strict=True):

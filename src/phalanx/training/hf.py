@@ -26,12 +26,13 @@ from phalanx.parallel.registry import LayoutRegistry
 from phalanx.training.config import TrainingConfig
 from phalanx.training.engine import TrainingEngine
 from phalanx.training.fused_head import join_head, scores_tokens
-from phalanx.training.hf_accelerator import MeshAccelerator, TrainedModel
+from phalanx.training.hf_accelerator import MeshAccelerator
 from phalanx.training.hf_config import check_arguments, fill_length, filled, tp_size_of
 from phalanx.training.optimizers import optimizer_maker
 from phalanx.training.precision import Precision
 from phalanx.training.schedules import schedule_maker
 from phalanx.training.setup import place
+from phalanx.training.trained_model import TrainedModel
 
 # As the Trainer calls them.
 SCHEDULER_FILE, ARGUMENTS_FILE = "scheduler.pt", "training_args.bin"

@@ -1,0 +1,5 @@
+"""`deepspeed.accelerator`."""
+
+from phalanx import get_accelerator
+
+__all__ = ["get_accelerator"]

@@ -1,0 +1,3 @@
+"""`deepspeed.comm`."""
+
+from phalanx.training.comm import *  # noqa: F403

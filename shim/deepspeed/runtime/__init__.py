@@ -1,0 +1,5 @@
+"""`deepspeed.runtime`."""
+
+from . import engine, lr_schedules, zero
+
+__all__ = ["engine", "lr_schedules", "zero"]

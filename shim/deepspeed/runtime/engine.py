@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.engine`."""
+
+from phalanx.training.hf_deepspeed import DeepSpeedEngine
+
+__all__ = ["DeepSpeedEngine"]
