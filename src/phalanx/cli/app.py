@@ -10,6 +10,7 @@ import phalanx
 from phalanx.cli.bench import bench
 from phalanx.cli.chat import chat
 from phalanx.cli.check import check
+from phalanx.cli.ckpt import ckpt
 from phalanx.cli.failures import Commands
 from phalanx.cli.generate import generate
 from phalanx.cli.info import info
@@ -57,6 +58,7 @@ app.command()(check)
 # What follows the script belongs to the script.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)
 app.add_typer(bench, name="bench")
+app.add_typer(ckpt, name="ckpt")
 
 
 def main() -> None:

@@ -88,7 +88,10 @@ class RankWriter:
         write_json(self.folder / f"rank-{self.rank:05d}.json", {"entries": self._entries, **extra})
 
     def fail(self, reason: str) -> None:
-        """Tells the rank that waits for all that this one has failed."""
+        """Tells the rank that waits for all that this one has failed. What it has written goes first: a full disk has no
+        room for the note."""
+        for path in self.folder.glob(f"rank-{self.rank:05d}-*.safetensors"):
+            path.unlink(missing_ok=True)
         write_json(self.folder / f"rank-{self.rank:05d}.failed", {"reason": reason})
 
     def _next_file(self) -> None:
@@ -135,11 +138,16 @@ def commit(folder: Path, tag: str, world: int, about: Mapping[str, Any], *, late
     )
     for rank in range(world):
         (partial / f"rank-{rank:05d}.json").unlink()
+    make_visible(folder, tag, latest=latest)
+
+
+def make_visible(folder: Path, tag: str, *, latest: bool) -> None:
+    """The partial folder of a checkpoint that is complete gets its name; one of the same name goes."""
     target, old = folder / tag, folder / f".{tag}.old"
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
-    partial.rename(target)
+    partial_folder(folder, tag).rename(target)
     _sync(folder)
     shutil.rmtree(old, ignore_errors=True)
     if latest:

@@ -1,0 +1,77 @@
+"""``phalanx ckpt``: checkpoints of ranks, described, exported and merged by one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from phalanx.cli import app
+from tests.training.export_cases import tokens
+from tests.training.ranks import run_cases
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["ckpt", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    (folder / "ranks").mkdir()
+    results = run_cases(["tests.training.ckpt_cases"], 2, folder / "ranks")
+    assert not [errors for errors in results.values() if errors], results
+    return folder
+
+
+def test_info(saved: Path) -> None:
+    found = json.loads(run("info", saved / "llama", "--json").stdout)
+    assert (found["tp"], found["dp"], found["stage"], found["global_steps"]) == (2, 1, 1, 1)
+    assert found["architecture"] == "LlamaForCausalLM" and found["client_state"] == {"epoch": 7}
+    state = torch.load(saved / "llama.pt")["state"]
+    once = {value.data_ptr(): value.numel() for value in state.values()}
+    assert found["parameters"] == sum(once.values())
+    assert found["kinds"]["master"]["tensors"] == len(once)
+    text = run("info", saved / "mixtral" / "global_step1").stdout
+    assert "MixtralForCausalLM" in text and "tensor parallel 1 x data parallel 2, ZeRO stage 2" in text
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", None), ("mixtral", None), ("mixtral", "bfloat16")])
+def test_exports_are_models(saved: Path, tmp_path: Path, name: str, dtype: str | None) -> None:
+    result = run("export", saved / name, tmp_path / "model", *(["--dtype", dtype] if dtype else []))
+    assert result.exit_code == 0, result.output
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    expected = torch.load(saved / f"{name}.pt")
+    if name == "llama":
+        with torch.no_grad():
+            logits = model(input_ids=tokens(1003)).logits
+        torch.testing.assert_close(logits, expected["logits"], rtol=1e-5, atol=1e-5)
+    else:
+        assert model.dtype == (torch.bfloat16 if dtype else torch.float32)
+        for key, value in model.state_dict().items():
+            assert torch.equal(value.to(torch.bfloat16), expected["state"][key]), key
+        with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+            assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in file.keys()  # noqa: SIM118
+
+
+def test_a_merged_checkpoint_goes_on(saved: Path, tmp_path: Path) -> None:
+    result = run("merge", saved / "moments", saved / "merged")
+    assert result.exit_code == 0, result.output
+    assert len(list((saved / "merged" / "global_step2").glob("*.safetensors"))) == 1
+    (saved / "again").mkdir()
+    results = run_cases(["tests.training.merged_cases"], 2, saved / "again")
+    assert results and not [errors for errors in results.values() if errors], results
+
+
+def test_what_cannot_be_done_is_said(saved: Path, tmp_path: Path) -> None:
+    result = run("info", tmp_path)
+    assert result.exit_code == 2 and "neither an index.json nor a file called latest" in result.output
+    result = run("export", saved / "llama", tmp_path / "model", "--dtype", "int3")
+    assert result.exit_code == 2 and "int3" in result.output
