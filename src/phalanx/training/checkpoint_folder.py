@@ -88,8 +88,10 @@ class RankWriter:
         write_json(self.folder / f"rank-{self.rank:05d}.json", {"entries": self._entries, **extra})
 
     def fail(self, reason: str) -> None:
-        """Tells the rank that waits for all that this one has failed. What it has written goes first: a full disk has no
-        room for the note."""
+        """Tells the rank that waits for all that this one has failed.
+
+        What it has written goes first: a full disk has no room for the note.
+        """
         for path in self.folder.glob(f"rank-{self.rank:05d}-*.safetensors"):
             path.unlink(missing_ok=True)
         write_json(self.folder / f"rank-{self.rank:05d}.failed", {"reason": reason})
