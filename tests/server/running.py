@@ -53,10 +53,17 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The engine's process."""
-        for child in children(self.process.pid):
-            if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return child
-        raise AssertionError("there is no engine process")
+        (pid,) = self.engine_pids
+        return pid
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """Those of all engines."""
+        return [
+            child
+            for child in children(self.process.pid)
+            if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.server.routes_chat import _guide, _opens_reasoning
+from phalanx.server.chat_job import guide_of, opens_reasoning
 from phalanx.server.schema_chat import ChatRequest
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -19,11 +19,11 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 def test_it_begins_behind_the_thinking_that_the_prompt_has_opened(fields: dict[str, Any]) -> None:
     service: Any = SimpleNamespace(reasoning_format="think", tool_format="hermes", special_tokens={})
     body = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields})
-    opened = _opens_reasoning(service, "<user>x<assistant><think>\n")
-    assert opened and not _opens_reasoning(service, "<think>well</think>")
-    guide = _guide(service, body, opened)
+    opened = opens_reasoning(service, "<user>x<assistant><think>\n")
+    assert opened and not opens_reasoning(service, "<think>well</think>")
+    guide = guide_of(service, body, opened)
     assert guide is not None and guide.after == "</think>"
-    plain = _guide(service, body, False)
+    plain = guide_of(service, body, False)
     assert plain is not None and plain.after == "" and plain.text == guide.text
     free = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}]})
-    assert _guide(service, free, opened) is None
+    assert guide_of(service, free, opened) is None

@@ -53,7 +53,10 @@ class ServerOptions:
     drain_timeout: Annotated[
         float, _server("--drain-timeout", metavar="SECONDS", help="What SIGTERM leaves to running requests.")
     ] = 30.0
-    restart: Annotated[bool, _server("--restart", help="Start the engine again when it has died.")] = False
+    data_parallel: Annotated[
+        int, _server("--data-parallel", metavar="N", help="Engines behind the port, each with the whole model.")
+    ] = 1
+    restart: Annotated[bool, _server("--restart", help="Start an engine again when it has died.")] = False
     chat_template: Annotated[
         Path | None, _server("--chat-template", metavar="FILE", help="Instead of the tokenizer's own.")
     ] = None
@@ -90,6 +93,8 @@ class ServerOptions:
         ):
             if not 0 <= value < 10**9:
                 raise typer.BadParameter(f"{option} must not be negative, given {value}")
+        if not 1 <= self.data_parallel <= 64:
+            raise typer.BadParameter(f"--data-parallel is 1 to 64, given {self.data_parallel}")
         return ServerSettings(
             model=model,
             engine=engine,
@@ -101,6 +106,7 @@ class ServerOptions:
             max_queue=self.max_queue,
             request_timeout=self.request_timeout or None,
             drain_timeout=self.drain_timeout,
+            data_parallel=self.data_parallel,
             restart=self.restart,
             chat_template=None if self.chat_template is None else self.chat_template.read_text(encoding="utf-8"),
             trust_request_templates=self.trust_request_chat_template,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -29,4 +31,14 @@ class EngineStatistics(msgspec.Struct, frozen=True, array_like=True):
     @property
     def kv_usage(self) -> float:
         """Share of the KV blocks that requests hold, 0 to 1."""
-        return 1.0 - self.free_blocks / self.total_blocks
+        return 1.0 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+    def ended(self) -> EngineStatistics:
+        """What is left of an engine that has ended: what it has counted."""
+        return msgspec.structs.replace(self, running=0, waiting=0, free_blocks=0, total_blocks=0)
+
+
+def total(several: Sequence[EngineStatistics]) -> EngineStatistics:
+    """Those of several engines as if they were one."""
+    columns = zip(*map(msgspec.structs.astuple, several), strict=True)
+    return EngineStatistics(*map(sum, columns))

@@ -28,15 +28,20 @@ from phalanx.server.routes_models import (
     TokenizeRequest,
     models_router,
 )
+from phalanx.server.routes_responses import responses_router
 from phalanx.server.schema_chat import ChatAnswer, ChatRequest
 from phalanx.server.schema_completions import CompletionAnswer, CompletionRequest
 from phalanx.server.schema_embeddings import EmbeddingAnswer, EmbeddingRequest
+from phalanx.server.schema_responses import ResponsesAnswer, ResponsesRequest
 from phalanx.server.service import Service
 
 SCHEMAS: list[type[BaseModel]] = [
     *(CompletionRequest, CompletionAnswer, ChatRequest, ChatAnswer, EmbeddingRequest, EmbeddingAnswer),
+    *(ResponsesRequest, ResponsesAnswer),
     *(ModelCard, ModelList, TokenizeRequest, TokenizeAnswer, DetokenizeRequest, DetokenizeAnswer, Status, Version),
 ]
+
+ROUTERS = (completions_router, chat_router, responses_router, embeddings_router, models_router, health_router)
 
 
 def build_app(service: Service, on_end: Sequence[Callable[[RequestRecord], None]] = ()) -> ASGIApp:
@@ -53,7 +58,7 @@ def build_app(service: Service, on_end: Sequence[Callable[[RequestRecord], None]
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (completions_router, chat_router, embeddings_router, models_router, health_router):
+    for router in ROUTERS:
         app.include_router(router(service))
     add_document(app, SCHEMAS, keyed=bool(service.settings.api_keys))
     app.add_exception_handler(ApiError, _api_error)

@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from typing import Any
 
-from phalanx.engine.statistics import EngineStatistics
+from phalanx.engine.statistics import EngineStatistics, total
 from phalanx.server.engine_messages import (
     Abort,
     Fault,
@@ -110,14 +111,27 @@ class EngineClient:
         model: what another process can open: a folder, a file, a hub id, "smollm2".
         settings: of EngineConfig.
         restart: start it again when it has died, after 0.5 s, then twice as long each time up to 30 s.
+        environment: added to this process's own for it.
+        numbers: names of requests; engines that are used together share one.
+        name: which of several it is.
+        on_end: told the name when it has died.
 
     Attributes:
         ready: what the engine said of itself when it was ready; the last one's while it is started again.
-        stats: the latest statistics.
+        stats: the latest statistics, with what its processes before have counted.
         restarts: how many times it was started again.
     """
 
-    def __init__(self, model: str, settings: dict[str, Any], restart: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        settings: dict[str, Any],
+        restart: bool = False,
+        environment: Mapping[str, str] | None = None,
+        numbers: Iterator[int] | None = None,
+        name: int = 0,
+        on_end: Callable[[int], None] = lambda name: None,
+    ) -> None:
         self.model = model
         self.settings = settings
         self.restart = restart
@@ -127,7 +141,11 @@ class EngineClient:
         self.restarts = 0
         self.reason = ""
         self._mailboxes: dict[int, Mailbox] = {}
-        self._numbers = itertools.count(1)
+        self._environment = dict(environment or {})
+        self._numbers = numbers if numbers is not None else itertools.count(1)
+        self._name = name
+        self._on_end = on_end
+        self._past: EngineStatistics | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -175,7 +193,11 @@ class EngineClient:
                     *(sys.executable, "-P", "-m", "phalanx.distributed.child"),
                     *("phalanx.server.engine_process", str(theirs.fileno())),
                 ],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+                env={
+                    **os.environ,
+                    **self._environment,
+                    "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+                },
                 # Its end is the engine's sign that this process has ended.
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -208,19 +230,22 @@ class EngineClient:
             self.state = EngineState.DEAD
             code = await self._reap(2.0)
             self.reason = words or _obituary(code)
-            log.error("the engine has ended: %s", self.reason)
+            log.error("engine %d has ended: %s", self._name, self.reason)
+            if self.stats is not None:
+                self.stats = self._past = self.stats.ended()
             self._fail_all(self.reason)
+            self._on_end(self._name)
             if not self.restart:
                 return
             delay = _FIRST_DELAY if time.monotonic() - since > _STEADY_SECONDS else delay
             while self.state is EngineState.DEAD:
-                log.warning("starting the engine again in %.1f s", delay)
+                log.warning("starting engine %d again in %.1f s", self._name, delay)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, _LONGEST_DELAY)
                 try:
                     await self._launch()
                 except EngineStartError as error:
-                    log.error("the engine could not be started again: %s", error)
+                    log.error("engine %d could not be started again: %s", self._name, error)
             self.restarts += 1
 
     async def _last_words(self) -> str:
@@ -299,7 +324,7 @@ class EngineClient:
         message = from_engine_decoder.decode(payload)
         if isinstance(message, Outputs):
             if message.stats is not None:
-                self.stats = message.stats
+                self.stats = self._with_past(message.stats)
             for piece in message.pieces:
                 mailbox = self._mailboxes.get(piece.number)
                 if mailbox is not None:
@@ -309,12 +334,16 @@ class EngineClient:
             if mailbox is not None:
                 mailbox.fail(ValueError(message.message))
         elif isinstance(message, Ready):
-            self.ready, self.stats, self.state = message, message.stats, EngineState.READY
+            self.ready, self.stats, self.state = message, self._with_past(message.stats), EngineState.READY
             self._started.set_result(None)
         elif isinstance(message, StartFailed):
             self._started.set_exception(EngineStartError(message.message, message.bad_input))
         elif isinstance(message, Fault):
             self._ended.set_result(message.message)
+
+    def _with_past(self, stats: EngineStatistics) -> EngineStatistics:
+        # Counters must not fall when an engine starts anew.
+        return stats if self._past is None else total([self._past, stats])
 
     def hear_end(self) -> None:
         """The socket is closed: the engine's process has ended, or is about to."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from phalanx.engine.statistics import EngineStatistics
+from phalanx.server.engine_client import EngineState
+from phalanx.server.engines import Engines
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -49,12 +50,12 @@ class Metrics(Collector):
 
     Args:
         model: the label ``model_name`` of every series.
-        stats: the engine's latest statistics, None before there are any.
+        engines: what runs it.
     """
 
-    def __init__(self, model: str, stats: Callable[[], EngineStatistics | None]) -> None:
+    def __init__(self, model: str, engines: Engines) -> None:
         self._model = model
-        self._stats = stats
+        self._engines = engines
         self.prompt_tokens = 0
         self.finished: Counter[str] = Counter()
         self.aborted = 0
@@ -79,7 +80,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The series as prometheus_client wants them."""
-        stats = self._stats()
+        stats = self._engines.stats
         if stats is not None:
             yield self._gauge("num_requests_running", "Answers that the engine works on.", stats.running)
             yield self._gauge("num_requests_waiting", "Answers that wait for the engine.", stats.waiting)
@@ -96,8 +97,31 @@ class Metrics(Collector):
         for reason in sorted({"stop", "length", *self.finished}):
             family.add_metric([self._model, reason], self.finished[reason])
         yield family
+        yield from self._of_each_engine()
         for histogram in (self.first_token, self.inter_token, self.whole, self.queued):
             yield histogram.family(self._model)
+
+    def _of_each_engine(self) -> Iterator[Metric]:
+        clients = self._engines.clients
+        told = {place: client.stats for place, client in enumerate(clients) if client.stats is not None}
+        ready = {place: float(client.state is EngineState.READY) for place, client in enumerate(clients)}
+        running = {place: stats.running for place, stats in told.items()}
+        waiting = {place: stats.waiting for place, stats in told.items()}
+        usage = {place: stats.kv_usage for place, stats in told.items()}
+        labels = ["model_name", "engine"]
+        for gauge, values in (
+            (GaugeMetricFamily("phalanx:engine_up", "Whether an engine takes requests.", labels=labels), ready),
+            (GaugeMetricFamily("phalanx:engine_requests_running", "Answers it works on.", labels=labels), running),
+            (GaugeMetricFamily("phalanx:engine_requests_waiting", "Answers that wait for it.", labels=labels), waiting),
+            (GaugeMetricFamily("phalanx:engine_kv_cache_usage_perc", "Its KV blocks in use.", labels=labels), usage),
+        ):
+            for place, value in values.items():
+                gauge.add_metric([self._model, str(place)], value)
+            yield gauge
+        restarts = CounterMetricFamily("phalanx:engine_restarts", "How often it was started again.", labels=labels)
+        for place, client in enumerate(clients):
+            restarts.add_metric([self._model, str(place)], client.restarts)
+        yield restarts
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"phalanx:{name}", help, labels=["model_name"])

@@ -24,6 +24,9 @@ class Status(BaseModel):
     """How it stands with the server."""
 
     status: Literal["ok"]
+    engines: int
+    """Behind the port, and those of them that live."""
+    live: int
 
 
 class Version(BaseModel):
@@ -37,12 +40,16 @@ def health_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["operations"])
     page, policy = _page()
 
+    def status() -> Response:
+        told = {"status": "ok", "engines": len(service.engine.clients), "live": service.engine.live}
+        return Response(encode(told), media_type="application/json")
+
     @router.get("/health", **described(None, Status, errors="503"))
     async def health() -> Response:
-        """Alive: 503 once the engine has died. A server that loads its model is alive."""
+        """Alive: 503 once all engines have died. A server that loads its model is alive."""
         if service.engine.state not in (EngineState.READY, EngineState.STARTING):
             raise unavailable(service.engine)
-        return Response(encode({"status": "ok"}), media_type="application/json")
+        return status()
 
     @router.get("/ready", **described(None, Status, errors="503"))
     async def ready() -> Response:
@@ -50,7 +57,7 @@ def health_router(service: Service) -> APIRouter:
         if service.draining:
             raise ApiError(503, "the server is shutting down", code="draining")
         service.check_engine()
-        return Response(encode({"status": "ok"}), media_type="application/json")
+        return status()
 
     @router.get("/version", **described(None, Version))
     async def version() -> Response:

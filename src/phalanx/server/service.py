@@ -13,8 +13,9 @@ from phalanx.engine.guides import Guide, GuideCompiler
 from phalanx.engine.opened_model import OpenedModel
 from phalanx.engine.prompts import PromptReader
 from phalanx.engine.sampling_params import SamplingParams
-from phalanx.server.engine_client import EngineClient, EngineState
+from phalanx.server.engine_client import EngineState
 from phalanx.server.engine_messages import Ready
+from phalanx.server.engines import Engines
 from phalanx.server.errors import ApiError
 from phalanx.server.metrics import Metrics
 from phalanx.server.parsing import guess_formats, reasoning_formats, tool_formats
@@ -41,8 +42,8 @@ class Service:
         self.tokenizer = opened.tokenizer()
         if self.tokenizer is not None and settings.chat_template is not None:
             self.tokenizer.chat_template = settings.chat_template
-        self.engine = EngineClient(settings.model, settings.engine, settings.restart)
-        self.metrics = Metrics(self.names[0], lambda: self.engine.stats)
+        self.engine = Engines(settings.model, settings.engine, settings.data_parallel, settings.restart)
+        self.metrics = Metrics(self.names[0], self.engine)
         self.token_texts = TokenTexts(self.tokenizer) if self.tokenizer is not None else None
         self.tool_format, self.reasoning_format = _formats(settings, self.tokenizer)
         self.special_tokens = _special_tokens(self.tokenizer)
@@ -65,9 +66,10 @@ class Service:
         Raises:
             ApiError: 503 while there is no engine that could take a request.
         """
-        if self.engine.state is not EngineState.READY or self.engine.ready is None:
+        said = self.engine.ready
+        if self.engine.state is not EngineState.READY or said is None:
             raise unavailable(self.engine)
-        return self.engine.ready
+        return said
 
     def check_engine(self) -> None:
         """Raises ApiError 503 while there is no engine that could take a request."""
@@ -217,7 +219,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
     return {str(token): place for place, token in added.items() if token.special}
 
 
-def unavailable(engine: EngineClient) -> ApiError:
+def unavailable(engine: Engines) -> ApiError:
     """503: why there is no engine now."""
     if engine.state is EngineState.STARTING:
         return ApiError(503, "the model is being loaded", code="starting", headers={"Retry-After": "5"})

@@ -21,7 +21,8 @@ class ServerSettings:
         max_queue: answers that may wait for a place in the engine; further requests get 429. None: any number.
         request_timeout: a request that takes longer ends with 408. None: no limit.
         drain_timeout: what SIGTERM leaves to running requests.
-        restart: start the engine again when it has died.
+        data_parallel: engines behind the port, each with a copy of the model.
+        restart: start an engine again when it has died.
         chat_template: stands in for the tokenizer's own.
         trust_request_templates: a request may bring a chat template.
         tool_format, reasoning_format: how the model writes tool calls and reasoning; "auto": as its chat template
@@ -41,6 +42,7 @@ class ServerSettings:
     max_queue: int | None = 1024
     request_timeout: float | None = 600.0
     drain_timeout: float = 30.0
+    data_parallel: int = 1
     restart: bool = False
     chat_template: str | None = None
     trust_request_templates: bool = False

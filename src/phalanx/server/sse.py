@@ -16,9 +16,9 @@ DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
 
 
-def event(data: bytes) -> bytes:
-    """One event."""
-    return b"data: " + data + b"\n\n"
+def event(data: bytes, name: str = "") -> bytes:
+    """One event, with a name where it has one."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
