@@ -16,8 +16,10 @@ from phalanx.cli.generate import generate
 from phalanx.cli.info import info
 from phalanx.cli.launch import launch
 from phalanx.cli.plan import plan
+from phalanx.cli.plot import plot
 from phalanx.cli.pull import pull
 from phalanx.cli.serve import serve
+from phalanx.cli.train import train
 
 app = typer.Typer(
     name="phalanx",
@@ -57,6 +59,8 @@ app.command()(plan)
 app.command()(check)
 # What follows the script belongs to the script.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)
+app.command()(train)
+app.command()(plot)
 app.add_typer(bench, name="bench")
 app.add_typer(ckpt, name="ckpt")
 

@@ -39,17 +39,21 @@ def launch(
     count = _gpus() if nproc is None else nproc
     if not module and not os.path.isfile(script):
         raise typer.BadParameter(f"there is no file {script!r}")
-    # An even share of the processors for each rank; torchrun would give each one.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    command = ["--nnodes=1", f"--nproc-per-node={count}", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={_free_port() if master_port is None else master_port}"]
-    command += ["--module"] * module + [script]
+    command = [*ranks_command(count, master_port), *["--module"] * module, script]
     # torchrun fills in $-names in what the script is given; ours is the only one.
     given = [argument.replace("$", "$$") for argument in arguments or []]
-    raise typer.Exit(_run(command, given if no_local_rank else ["--local_rank=${local_rank}", *given]))
+    raise typer.Exit(run_ranks(command, given if no_local_rank else ["--local_rank=${local_rank}", *given]))
 
 
-def _run(command: list[str], given: list[str]) -> int:
+def ranks_command(count: int, port: int | None = None) -> list[str]:
+    """What torchrun is told to start ``count`` ranks on this machine, without what they run."""
+    # An even share of the processors for each rank; torchrun would give each one.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    port = _free_port() if port is None else port
+    return ["--nnodes=1", f"--nproc-per-node={count}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+
+
+def run_ranks(command: list[str], given: list[str]) -> int:
     """torchrun in this process; the exit code of the rank that failed first."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

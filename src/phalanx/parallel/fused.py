@@ -51,7 +51,7 @@ class _FusedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not _takes(x, self.weight) or x.shape[-1] > _WIDEST_NORM:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return super().forward(x)
         out: Tensor = _RMSNorm.apply(x, self.weight, float(self.variance_epsilon))
         return out
 
@@ -61,8 +61,8 @@ class _FusedMLP(nn.Module):
         own: Any = self
         gate, up = own.gate_proj(x), own.up_proj(x)
         if not _takes(gate, up) or gate.shape != up.shape:
-            return own.down_proj(own.act_fn(gate) * up)  # type: ignore[no-any-return]
-        return own.down_proj(_SiLUMul.apply(gate, up))  # type: ignore[no-any-return]
+            return own.down_proj(own.act_fn(gate) * up)
+        return own.down_proj(_SiLUMul.apply(gate, up))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -99,7 +99,8 @@ class _SiLUMul(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         from phalanx.ops.triton.training import silu_mul_backward
 
-        return silu_mul_backward(*ctx.saved_tensors, g.contiguous())
+        gate, up = ctx.saved_tensors
+        return silu_mul_backward(gate, up, g.contiguous())
 
 
 def _whole_loss(logits: Tensor, labels: Tensor | None = None, vocab_size: int = 0, **kwargs: Any) -> Tensor:

@@ -1,0 +1,193 @@
+"""`phalanx train`: recipes, samples, the loop over two ranks, what is resumed, what comes out."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from phalanx import LLM
+from phalanx.cli import app
+from phalanx.config import ConfigError
+from phalanx.training.recipe import DataRecipe, OptimizationRecipe, read_recipe
+from phalanx.training.run import rate
+from phalanx.training.text_data import IGNORED, batches, read_samples
+from tests.tiny_tokenizer import tiny_tokenizer
+
+TEXT = " ".join(f"number {n} follows {n - 1}, and then comes {n + 1}." for n in range(400))
+
+
+def write_recipe(folder: Path, model: Path, **changes: dict[str, Any]) -> Path:
+    (folder / "text.txt").write_text(TEXT)
+    recipe: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": [str(folder / "text.txt")], "sequence_length": 16},
+        "optimization": {"batch_size": 4, "micro_batch_size": 1, "steps": 6, "learning_rate": 3e-3, "warmup_steps": 1},
+        "parallel": {"tensor_parallel_size": 2, "zero_stage": 2},
+        "output": {"folder": str(folder / "run"), "checkpoint_every": 3, "keep": 1},
+    }
+    for section, values in changes.items():
+        recipe[section] = {**recipe.get(section, {}), **values}
+    path = folder / "recipe.json"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+def run(recipe: Path, *flags: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "phalanx.cli", "train", str(recipe), "--nproc", str(nproc), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_run_on_two_ranks_and_its_model_is_served(tiny_folder: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_folder, data={"validation": [str(tmp_path / "text.txt")]})
+    done = run(recipe)
+    assert done.returncode == 0, done.stderr
+    found = losses(tmp_path)
+    assert list(found) == [1, 2, 3, 4, 5, 6] and found[6] < found[1]
+    last = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 6 and last["validation_loss"] < found[1]
+    tags = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith("global")]
+    assert tags == ["global_step6"]
+    again = run(recipe)
+    assert again.returncode != 0 and "--resume" in again.stderr
+    with LLM(str(tmp_path / "run" / "model"), num_blocks=64, block_size=4, device="cpu") as llm:
+        assert llm.generate("number 7 follows", max_tokens=8, temperature=0)[0].outputs[0].text
+
+
+def test_a_run_that_is_told_to_end_goes_on_on_other_ranks(tiny_folder: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    alone = {"tensor_parallel_size": 1, "zero_stage": 0}
+    longer = {"steps": 30}
+    assert run(write_recipe(whole, tiny_folder, parallel=alone, optimization=longer), nproc=1).returncode == 0
+    recipe = write_recipe(cut, tiny_folder, parallel=alone, optimization=longer)
+    process = subprocess.Popen([sys.executable, "-m", "phalanx.training.run", str(recipe)], stderr=subprocess.DEVNULL)
+    log = cut / "run" / "log.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    # Unless it had finished just then.
+    assert process.wait(60) in (143, 0)
+    done = run(write_recipe(cut, tiny_folder, optimization=longer), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert losses(cut) == pytest.approx(losses(whole), rel=1e-4)
+
+
+def test_recipes_name_every_fault(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npath = "x"\nkind = 3\n[data]\ntrain = []\n[optimization]\nlearning_rat = 1\n[output]\n')
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(path)
+    for part in ("model.kind", "data.train", "did you mean learning_rate", "output.folder"):
+        assert part in str(caught.value)
+    path.write_text('[model]\npath = "x"\n[data]\ntrain = ["y"]\n[optimization]\n[output]\nfolder = "z"\n')
+    with pytest.raises(ConfigError, match="either steps or epochs"):
+        read_recipe(path)
+    path.write_text("[model")
+    with pytest.raises(ConfigError, match="neither TOML"):
+        read_recipe(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_recipe(tmp_path / "none.json")
+    result = CliRunner().invoke(app, ["train", str(path)])
+    assert result.exit_code == 2
+
+
+def test_texts_are_packed_one_behind_the_other(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"line {n} of a text"}) for n in range(20)))
+    recipe = DataRecipe(train=(str(tmp_path / "*.jsonl"),), sequence_length=8)
+    samples = read_samples(recipe, recipe.train, tokenizer)
+    whole: list[int] = []
+    for n in range(20):
+        whole += [*tokenizer(f"line {n} of a text")["input_ids"], tokenizer.eos_token_id]
+    assert samples.ids.ravel().tolist() == whole[: len(whole) // 8 * 8]
+    assert np.array_equal(samples.ids, samples.labels) and samples.documents == 20
+    with pytest.raises(ConfigError, match="do not fill one sample"):
+        read_samples(recipe.model_copy(update={"sequence_length": 10_000}), recipe.train, tokenizer)
+    (tmp_path / "a.jsonl").write_text('{"txt": 1}')
+    with pytest.raises(ConfigError, match="line 1 has neither"):
+        read_samples(recipe, recipe.train, tokenizer)
+
+
+def test_only_what_the_assistant_says_is_learnt(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two three"},
+        {"role": "user", "content": "four"},
+        {"role": "assistant", "content": "five"},
+    ]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    recipe = DataRecipe(train=(str(tmp_path / "c.jsonl"),), sequence_length=96, packing=False)
+    samples = read_samples(recipe, recipe.train, tokenizer)
+    learnt = tokenizer.decode([token for token in samples.labels[0].tolist() if token != IGNORED])
+    assert "two three" in learnt and "five" in learnt and "one" not in learnt and "four" not in learnt
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    count = int(samples.mask.sum())
+    assert samples.ids[0, :count].tolist() == tokenizer(text, add_special_tokens=False)["input_ids"][:96]
+
+
+def test_every_pass_has_every_sample_once() -> None:
+    drawn = batches(10, 4, seed=3)
+    rows = [row for _ in range(5) for row in next(drawn)]
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10)) and rows[:10] != rows[10:]
+    later = batches(10, 4, seed=3, start=3)
+    assert next(later) == rows[12:16]
+
+
+def test_rates() -> None:
+    cosine = OptimizationRecipe(steps=100, warmup_steps=10)
+    assert [round(rate(cosine, step, 100), 3) for step in (0, 9, 10, 55, 100)] == [0.091, 0.909, 1.0, 0.55, 0.1]
+    linear = OptimizationRecipe(steps=100, schedule="linear")
+    assert [rate(linear, step, 100) for step in (0, 50, 100)] == [1.0, 0.5, 0.0]
+
+
+def test_the_curves_are_drawn(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps({"step": n, "loss": 3 - n / 10, "grad_norm": None}) + "\n" for n in range(1, 9)))
+    out = tmp_path / "run.svg"
+    assert CliRunner().invoke(app, ["plot", str(log), "-o", str(out)]).exit_code == 0
+    drawn = out.read_text()
+    assert drawn.count('class="curve"') == 1 and "step 8" in drawn and "not in the log" in drawn
+    log.write_text("{}\n")
+    result = CliRunner().invoke(app, ["plot", str(log), "-o", str(out)])
+    assert result.exit_code == 2
+
+
+@pytest.mark.slow
+def test_a_real_model_learns_a_real_text(tmp_path: Path) -> None:
+    import pydoc_data.topics
+
+    text = "\n\n".join(value for _, value in sorted(pydoc_data.topics.topics.items()))
+    (tmp_path / "topics.txt").write_text(text[:200_000])
+    recipe = write_recipe(
+        tmp_path,
+        Path("smollm2"),
+        model={"path": "smollm2"},
+        data={"train": [str(tmp_path / "topics.txt")], "sequence_length": 128},
+        optimization={"batch_size": 4, "micro_batch_size": 2, "steps": 40, "learning_rate": 5e-5, "warmup_steps": 4},
+    )
+    command = [sys.executable, "-m", "phalanx.cli", "train", str(recipe), "--nproc", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    found = losses(tmp_path)
+    assert np.mean([found[n] for n in range(36, 41)]) < np.mean([found[n] for n in range(1, 6)]) - 0.2
+    generate = [sys.executable, "-m", "phalanx.cli", "generate", str(tmp_path / "run" / "model"), "The yield statement"]
+    said = subprocess.run([*generate, "--max-tokens", "12"], capture_output=True, text=True, timeout=300)
+    assert said.returncode == 0 and said.stdout.strip()
