@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, NonNegativeInt, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -146,8 +147,9 @@ def commit(folder: Path, tag: str, world: int, about: Mapping[str, Any], *, late
 def make_visible(folder: Path, tag: str, *, latest: bool) -> None:
     """The partial folder of a checkpoint that is complete gets its name; one of the same name goes."""
     target, old = folder / tag, folder / f".{tag}.old"
-    shutil.rmtree(old, ignore_errors=True)
     if target.exists():
+        # After a crash between these renames the old one is all there is: then it stays until the new one is there.
+        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     partial_folder(folder, tag).rename(target)
     _sync(folder)
@@ -172,15 +174,25 @@ def _all_written(partial: Path, world: int, patience: float) -> Iterator[dict[st
 
 
 def newest_tag(folder: Path) -> str | None:
-    """The tag that `latest` names; None where there is no checkpoint.
-
-    A crash between two renames leaves the older checkpoint of the same tag under a hidden name: it is put back.
-    """
+    """The tag that `latest` names; None where there is no checkpoint."""
     latest = folder / "latest"
-    if not latest.is_file():
-        return None
-    tag = check_tag(latest.read_text().strip())
-    return tag
+    return check_tag(latest.read_text().strip()) if latest.is_file() else None
+
+
+class _Entry(BaseModel):
+    """One tensor in an index: of each box the file, the key in it, where it begins and how large it is."""
+
+    shape: list[NonNegativeInt]
+    dtype: str
+    boxes: list[tuple[str, str, list[NonNegativeInt], list[NonNegativeInt]]]
+
+    @model_validator(mode="after")
+    def _one_number_a_dimension(self) -> _Entry:
+        if any(
+            len(starts) != len(self.shape) or len(lengths) != len(self.shape) for _, _, starts, lengths in self.boxes
+        ):
+            raise ValueError(f"boxes do not have the {len(self.shape)} dimensions of the tensor")
+        return self
 
 
 class Saved:
@@ -192,6 +204,7 @@ class Saved:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # A crash between the two renames of `commit` leaves the older checkpoint of this tag under a hidden name.
         old = path.parent / f".{path.name}.old"
         if not path.is_dir() and old.is_dir():
             path = self.path = old
@@ -206,7 +219,12 @@ class Saved:
                 f"{path} is a {self.index.get('format')!r} of version {self.index.get('version')}; expected "
                 f"{FORMAT!r} of version {VERSION}"
             )
-        self.entries: dict[str, dict[str, Any]] = self.index["entries"]
+        try:
+            self.entries = {
+                name: _Entry.model_validate(told).model_dump() for name, told in self.index["entries"].items()
+            }
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path / 'index.json'} is broken: {error}") from None
         self._open = ExitStack()
         self._files: dict[str, Any] = {}
 
@@ -271,6 +289,8 @@ class Saved:
                 self._files[file] = self._open.enter_context(safe_open(self.path / file, framework="pt"))
             opened = self._files[file]
             part: Tensor = opened.get_slice(key)[box] if box else opened.get_tensor(key)
+            if tuple(part.shape) != sizes(box):
+                raise CheckpointError(f"{self.path / file} has {list(part.shape)} where the index says {sizes(box)}")
             return part
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.path / file} cannot be read: {error}") from None

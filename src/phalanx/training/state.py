@@ -235,7 +235,7 @@ def _about(engine: TrainingEngine, client_state: Mapping[str, Any], exclude_froz
         "tied": tied_names(engine.module),
         "optimizer": None if engine.optimizer is None else type(engine.optimizer).__name__,
         "param_groups": [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            {key: _number(value) for key, value in group.items() if key not in _NOT_SAVED}
             for group in ([] if engine.optimizer is None else engine.optimizer.param_groups)
         ],
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -244,6 +244,14 @@ def _about(engine: TrainingEngine, client_state: Mapping[str, Any], exclude_froz
         "skipped_steps": engine.skipped_steps,
         "client_state": dict(client_state),
     }
+
+
+# How a step is computed, not what it computes: the next run may be on another device.
+_NOT_SAVED = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def json_of(config: Any) -> dict[str, Any] | None:
