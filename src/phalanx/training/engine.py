@@ -26,6 +26,7 @@ from phalanx.training.sdpa import fastest_attention
 from phalanx.training.setup import make_equal, place, select, shard
 from phalanx.training.shards import Shards
 from phalanx.training.state import Writing, load, save
+from phalanx.training.together import Together
 
 
 class TrainingEngine(Exports):
@@ -300,7 +301,8 @@ class TrainingEngine(Exports):
 
         Raises CheckpointError, on all ranks: state that cannot be saved, ranks that disagree, a disk that is full.
         """
-        self.wait_for_checkpoint()
+        with Together(self.mesh, "writing the checkpoint before"):
+            self.wait_for_checkpoint()
         self._writing = save(
             self,
             Path(save_dir),
@@ -332,7 +334,8 @@ class TrainingEngine(Exports):
         Returns its path and the client state; (None, None), with a warning, where there is none and no tag was given.
         Raises CheckpointError, on all ranks, for a checkpoint that is broken or of another model or optimizer.
         """
-        self.wait_for_checkpoint()
+        with Together(self.mesh, "writing the checkpoint before"):
+            self.wait_for_checkpoint()
         return load(
             self,
             Path(load_dir),
