@@ -32,7 +32,20 @@ Weights = Mapping[str, tuple[Partition, Tensor]]
 looks each up once, in the mapping's order, on all ranks (the first update twice)."""
 
 
-class Noted(WeightSource):
+class _Announced(WeightSource):
+    """Tensors whose shapes and dtypes are known beforehand."""
+
+    def __init__(self, infos: Mapping[str, TensorInfo]) -> None:
+        self._infos = infos
+
+    def names(self) -> Sequence[str]:
+        return list(self._infos)
+
+    def info(self, name: str) -> TensorInfo:
+        return self._infos[name]
+
+
+class Noted(_Announced):
     """A source of zeros that notes what is read of it.
 
     Attributes:
@@ -41,15 +54,9 @@ class Noted(WeightSource):
     """
 
     def __init__(self, infos: Mapping[str, TensorInfo]) -> None:
-        self._infos = infos
+        super().__init__(infos)
         self.boxes: dict[str, list[Box]] = {name: [] for name in infos}
         self.reads = dict.fromkeys(infos, 0)
-
-    def names(self) -> Sequence[str]:
-        return list(self._infos)
-
-    def info(self, name: str) -> TensorInfo:
-        return self._infos[name]
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
         info = self._infos[name]
@@ -61,11 +68,11 @@ class Noted(WeightSource):
         return values
 
 
-class Arrived(WeightSource):
+class Arrived(_Announced):
     """What is here of each tensor, as boxes of it. A tensor goes when it was read as often as ``reads`` says."""
 
     def __init__(self, infos: Mapping[str, TensorInfo], reads: Mapping[str, int]) -> None:
-        self._infos = infos
+        super().__init__(infos)
         self._left = dict(reads)
         self._held: dict[str, list[tuple[Box, Tensor]]] = {}
 
@@ -73,12 +80,6 @@ class Arrived(WeightSource):
         """What has come of a tensor."""
         if self._left[name]:
             self._held[name] = boxes
-
-    def names(self) -> Sequence[str]:
-        return list(self._infos)
-
-    def info(self, name: str) -> TensorInfo:
-        return self._infos[name]
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
         info = self._infos[name]
