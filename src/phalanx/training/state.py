@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.distributed.mesh import Mesh
 from phalanx.parallel.adapters import base_model
+from phalanx.training import deepspeed_checkpoint
 from phalanx.training.checkpoint_folder import (
     CheckpointError,
     RankWriter,
@@ -150,6 +151,11 @@ def load(
         _log.warning("%s has no checkpoint (no file called latest): nothing is loaded", folder)
         return None, None
     path = folder / check_tag(str(tag))
+    if not (path / "index.json").is_file() and deepspeed_checkpoint.is_deepspeeds(path):
+        with Together(mesh, f"loading {path}"):
+            deepspeed_checkpoint.read(engine, path, strict=strict, optimizer=optimizer and not module_only)
+        engine.refresh_parameters()
+        return str(path), {}
     with Together(mesh, f"loading {path}"), Saved(path) as saved:
         _check_model(engine, saved, strict)
         _read_weights(engine, saved)
