@@ -313,7 +313,23 @@ def config_decides() -> None:
     assert (group["weight_decay"], group["betas"], group["eps"]) == (0.1, (0.9, 0.999), 1e-8)
 
 
-def cases(world: int) -> dict[str, Callable[[], None]]:
+def evaluated_trained_and_trained_again(tp: int, dp: int, stage: int) -> None:
+    """Evaluation before training cuts the model; training goes on from there, twice."""
+    launched()
+    config = {"tensor_parallel": {"autotp_size": tp}, "zero_optimization": {"stage": stage}}
+    trainer = trainer_of(MixedTrainer, shared() / "again", dp=dp, config=config, eval_strategy="no", max_steps=3)
+    before = trainer.evaluate()["eval_loss"]
+    assert trainer.engine is None
+    first = trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    again = trainer.train()
+    assert before > after > trainer.evaluate()["eval_loss"] and first.training_loss > again.training_loss
+    flops = trainer.state.total_flos
+    alone = 6 * trainer.state.log_history[-1]["num_input_tokens_seen"] * build().num_parameters(exclude_embeddings=True)
+    assert flops >= alone  # padding counts
+
+
+def every_case(world: int) -> dict[str, Callable[[], None]]:
     if world == 1:
         found = {f"stock {name}": partial(stock, name) for name in KINDS}
         return {**found, "stock generates": stock_generates}
@@ -323,6 +339,7 @@ def cases(world: int) -> dict[str, Callable[[], None]]:
         found |= {f"stock {name} on two ranks": partial(stock, name) for name in KINDS}
         found |= {"refused": refused, "config decides": config_decides}
         found |= {"predicts with generate": partial(predicts_with_generate, 2)}
+        found |= {"trained again": partial(evaluated_trained_and_trained_again, 2, 1, 0)}
     for grid in grids:
         tp, _, stage = grid
         names = ["fp32"] if tp == 1 or (stage in (0, 2) and world == 4) else list(KINDS)
@@ -332,3 +349,20 @@ def cases(world: int) -> dict[str, Callable[[], None]]:
         found[f"resumed with tp, dp, stage {grid}"] = partial(resumed_in_mid_epoch, *grid)
         found[f"best with tp, dp, stage {grid}"] = partial(best_is_loaded, *grid)
     return found
+
+
+def cases(world: int) -> dict[str, Callable[[], None]]:
+    """Those that are quick enough to run each time; `hf_all_cases` has all."""
+    names = {
+        1: ["stock fp32"],
+        2: [
+            "stock fp32 on two ranks",
+            "trained again",
+            "refused",
+            "config decides",
+            "resumed with tp, dp, stage (2, 1, 0)",
+        ],
+        4: ["fp32 with tp, dp, stage (2, 2, 3)"],
+    }
+    found = every_case(world)
+    return {name: found[name] for name in names[world]}

@@ -1,4 +1,4 @@
-"""`TrainingArguments(deepspeed=...)`: the stock Trainer and the package in `shim/`, which is on the path of the ranks."""
+"""`TrainingArguments(deepspeed=...)` with the stock Trainer; the package in `shim/` is on the path of the ranks."""
 
 from __future__ import annotations
 

@@ -40,12 +40,24 @@ def on_path(folder: Path) -> str:
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+NEEDS_ACCELERATE = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="accelerate is not installed")
+
+
+@NEEDS_ACCELERATE
 def test_trainers_and_the_package_named_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed("hf_cases", (1, 2, 4), tmp_path)
     install_shim(tmp_path / "shim")
     monkeypatch.setenv("PYTHONPATH", on_path(tmp_path / "shim"))
     passed("hf_shim_cases", (2,), tmp_path)
+
+
+@pytest.mark.slow
+@NEEDS_ACCELERATE
+def test_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed("hf_all_cases", (1, 2, 4), tmp_path)
+    install_shim(tmp_path / "shim")
+    monkeypatch.setenv("PYTHONPATH", on_path(tmp_path / "shim"))
+    passed("hf_shim_cases", (4,), tmp_path)
 
 
 @pytest.mark.slow

@@ -210,20 +210,13 @@ class TPTrainerMixin:
         engine.load_checkpoint(best, load_module_strict=not _is_adapted(self.model), load_module_only=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model as Hugging Face files; called by all ranks."""
+        """Write the model (of a PEFT model, the adapter) as Hugging Face files; called by all ranks."""
         output_dir = self.args.output_dir if output_dir is None else output_dir
         if self.engine is None:
             raise RuntimeError("save_model before train: nothing has changed since the model was loaded")
         collator = self.data_collator  # type: ignore[attr-defined]
         processing = self.processing_class or getattr(collator, "tokenizer", None)  # type: ignore[attr-defined]
-        if _is_adapted(self.model):
-            adapter = self.engine._consolidated_16bit_state_dict(exclude_frozen_parameters=True)
-            if adapter is not None:
-                type(self.model).save_pretrained(self.model, output_dir, state_dict=adapter)
-                if processing is not None:
-                    processing.save_pretrained(output_dir)
-        else:
-            self.engine.save_pretrained(output_dir, tokenizer=processing)
+        self.engine.save_pretrained(output_dir, tokenizer=processing)
         if self.args.should_save:
             torch.save(self.args, os.path.join(output_dir, ARGUMENTS_FILE))
         self.accelerator.wait_for_everyone()

@@ -51,6 +51,7 @@ class MeshAccelerator(Accelerator):
     mesh: Mesh
     make_engine: Callable[[nn.Module, Optimizer], TrainingEngine]
     cut: Callable[[nn.Module], nn.Module]
+    _trained: TrainedModel | None
 
     @classmethod
     def of(
@@ -64,6 +65,7 @@ class MeshAccelerator(Accelerator):
         made = cls.__new__(cls)
         made.__dict__.update(plain.__dict__)
         made.mesh, made.make_engine, made.cut = mesh, make_engine, cut
+        made._trained = None
         return made
 
     @property
@@ -83,7 +85,7 @@ class MeshAccelerator(Accelerator):
         optimizer = next((given for given in args if isinstance(given, Optimizer)), None)
         if model is None or optimizer is None or isinstance(model, TrainedModel):
             return super().prepare(*args, device_placement=device_placement)
-        wrapped = TrainedModel(self.make_engine(model, optimizer))
+        wrapped = self._trained = TrainedModel(self.make_engine(model, optimizer))
         made: dict[int, Any] = {id(model): wrapped, id(optimizer): EngineOptimizer(wrapped.engine)}
         self._models.append(wrapped)
         self._optimizers.append(made[id(optimizer)])
@@ -144,10 +146,10 @@ class MeshAccelerator(Accelerator):
         return unwrapped
 
     def _engine(self) -> TrainingEngine:
-        engine = next((model.engine for model in self._models if isinstance(model, TrainedModel)), None)
-        if engine is None:
+        # Not found in what is prepared: the Trainer empties that list before it trains again.
+        if self._trained is None:
             raise RuntimeError("nothing is trained: prepare(model, optimizer) first")
-        return engine
+        return self._trained.engine
 
     # What is gathered.
 

@@ -68,9 +68,9 @@ def initialize(
     if given is not None:
         given = _as_meant(load_config(given))
     engine, optimizer, loader, schedule = deepspeed.initialize(args, model, config=given, **kwargs)
-    model: Any = engine.module
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = types.MethodType(_save_pretrained, model)
+    module: Any = engine.module
+    if hasattr(module, "save_pretrained"):
+        module.save_pretrained = types.MethodType(_save_pretrained, module)
     stepped = None if optimizer is None else EngineOptimizer(engine)
     return DeepSpeedEngine(engine), stepped, loader, schedule
 
@@ -83,8 +83,8 @@ def _as_meant(config: dict[str, Any]) -> dict[str, Any]:
     """
     micro, steps = (config.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
     world = dist.get_world_size() if dist.is_initialized() else 1
-    known = isinstance(micro, int) and isinstance(steps, int)
-    if tp_size_of(config) > 1 and known and config.get("train_batch_size") == micro * steps * world:
+    counted = micro * steps * world if isinstance(micro, int) and isinstance(steps, int) else None
+    if tp_size_of(config) > 1 and counted is not None and config.get("train_batch_size") == counted:
         del config["train_batch_size"]
     config.pop("zero_allow_untested_optimizer", None)
     return config
