@@ -70,6 +70,11 @@ def load_pending(model: nn.Module, registry: LayoutRegistry, device: torch.devic
     pending = getattr(model, "pending_weights", None)
     if pending is None:
         return
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            "adapters were added to a model that has no values yet (phalanx.from_pretrained): load it with "
+            "transformers' from_pretrained, add the adapters, and cut it then"
+        )
     names = _Names(model, pending.source)
     problems = []
     found: dict[str, Sliceable] = {}

@@ -220,7 +220,9 @@ REFUSED: dict[str, Refusal] = {
     "csv_monitor": _block("log from the loop"),
     "nebula": _block("a checkpoint service"),
     "datastates_ckpt": Refusal("a checkpoint service", off=()),
-    "checkpoint.load_universal": Refusal("every checkpoint of Phalanx loads at any size; DeepSpeed's are not read"),
+    "checkpoint.load_universal": Refusal(
+        "universal folders are recognised when they are loaded, and Phalanx's own load at any size"
+    ),
     "checkpoint.use_node_local_storage": Refusal("a checkpoint is written to one folder that all ranks see"),
     "zero_optimization.load_from_fp32_weights": Refusal(
         "master weights always come from the float32 weights", off=(True,)
