@@ -70,7 +70,7 @@ class Journal:
                 raise ImportError(
                     "output.tensorboard needs the package tensorboard: pip install tensorboard"
                 ) from error
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)  # type: ignore[no-untyped-call]
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         if sys.stderr.isatty():
             self._bar = _bar(start, steps)
         self._steps = steps
