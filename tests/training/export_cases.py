@@ -191,7 +191,7 @@ def gathered(stage: int, **more: Any) -> None:
     engine.destroy()
 
 
-def cases(world: int, full: bool = False) -> dict[str, Callable[[], None]]:
+def cases(world: int) -> dict[str, Callable[[], None]]:
     tps = [tp for tp in CHOSEN["tp"] if tp <= world]
     factors = {**CHOSEN, "tp": tps}
     found: dict[str, Callable[[], None]] = {}
