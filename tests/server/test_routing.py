@@ -110,7 +110,7 @@ def test_engines_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_counts_of_an_engine_that_has_ended_stay() -> None:
-    one = EngineStatistics(3, 4, 50, 100, 60, 70, 8, 900)
+    one = EngineStatistics(3, 4, 50, 100, 60, 70, 8, 900, 9)
     both = total([one.ended(), one])
-    assert both == EngineStatistics(3, 4, 50, 100, 120, 140, 16, 1800)
+    assert both == EngineStatistics(3, 4, 50, 100, 120, 140, 16, 1800, 18)
     assert both.kv_usage == 0.5 and one.ended().kv_usage == 0

@@ -72,6 +72,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._flight is not None
 
+    @property
+    def steps(self) -> int:
+        """Steps launched so far."""
+        return self._step_id
+
     def add(self, request: Request) -> None:
         """Queues a request."""
         self.scheduler.add(request)

@@ -252,6 +252,7 @@ class LLM:
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.num_preemptions,
             generated_tokens=self.core.generated_tokens,
+            steps=self.core.steps,
         )
 
     def update_weights(self, weights: Weights, group: Group | None = None) -> None:

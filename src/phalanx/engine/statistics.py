@@ -17,6 +17,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, array_like=True):
         prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache so far, and found there.
         preemptions: requests that gave their blocks back so far, to be computed anew.
         generated_tokens: tokens drawn so far.
+        steps: steps launched so far.
     """
 
     running: int
@@ -27,6 +28,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, array_like=True):
     prefix_hits: int
     preemptions: int
     generated_tokens: int
+    steps: int
 
     @property
     def kv_usage(self) -> float:

@@ -7,6 +7,7 @@ seconds to compile, are compiled beside it; the requests that need them begin th
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -284,6 +285,9 @@ def _serve(llm: LLM, wire: Wire) -> int:
         # says so when a guide is asked for.
         with suppress(ValueError):
             llm.guides.compile(Guide(kind="json_object"))
+        # What is there now stays: collections need not look at it again.
+        gc.collect()
+        gc.freeze()
         wire.send(
             Ready(
                 max_model_len=llm.max_model_len,

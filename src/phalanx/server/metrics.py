@@ -89,6 +89,7 @@ class Metrics(Collector):
             yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_hits)
             yield self._counter("num_preemptions", "Answers put back for want of KV blocks.", stats.preemptions)
             yield self._counter("generation_tokens", "Tokens drawn.", stats.generated_tokens)
+            yield self._counter("steps", "Steps of the engines: forwards over all that run.", stats.steps)
         yield self._counter("prompt_tokens", "Tokens of prompts that the engine began.", self.prompt_tokens)
         yield self._counter("requests_aborted", "Prompts that were given up before their end.", self.aborted)
         family = CounterMetricFamily(
