@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from phalanx.distributed.mesh import Mesh
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.registry import LayoutRegistry
+from phalanx.training.adapter_export import is_adapted
 from phalanx.training.config import TrainingConfig
 from phalanx.training.engine import TrainingEngine
 from phalanx.training.fused_head import join_head, scores_tokens
@@ -175,7 +176,7 @@ class TPTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = self._trained("saving a checkpoint")
-        engine.save_checkpoint(output_dir, exclude_frozen_parameters=_is_adapted(self.model))
+        engine.save_checkpoint(output_dir, exclude_frozen_parameters=is_adapted(self.model))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
 
@@ -194,7 +195,7 @@ class TPTrainerMixin:
         if checkpoint is None:
             return
         engine = self._trained("resuming")
-        engine.load_checkpoint(checkpoint, load_module_strict=not _is_adapted(self.model))
+        engine.load_checkpoint(checkpoint, load_module_strict=not is_adapted(self.model))
         self._random_at_checkpoint = _random_state()
         states = torch.load(os.path.join(checkpoint, SCHEDULER_FILE), map_location="cpu", weights_only=True)
         self.lr_scheduler.load_state_dict(states)
@@ -207,7 +208,7 @@ class TPTrainerMixin:
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
         engine = self._trained("loading the best model")
-        engine.load_checkpoint(best, load_module_strict=not _is_adapted(self.model), load_module_only=True)
+        engine.load_checkpoint(best, load_module_strict=not is_adapted(self.model), load_module_only=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (of a PEFT model, the adapter) as Hugging Face files; called by all ranks."""
@@ -227,11 +228,6 @@ class TPTrainerMixin:
         if self.engine is None:
             raise RuntimeError(f"{what} needs a model that is being trained: call train() first")
         return self.engine
-
-
-def _is_adapted(model: nn.Module) -> bool:
-    """Whether it is a PEFT model, of which only the adapter is trained."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def _random_state() -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
 from phalanx.config import ConfigError
@@ -71,7 +72,7 @@ def fill_length(config: dict[str, Any], args: Any, steps: int) -> None:
 def check_arguments(args: Any, tp_size: int) -> None:
     """Raises ConfigError for TrainingArguments that would have no effect, or another than they have elsewhere."""
     refused = {
-        "deepspeed": (args.deepspeed, "phalanx_config takes the same file; give it to that alone"),
+        "deepspeed": (args.deepspeed, f"{_installed_deepspeed()}; phalanx_config takes the same file, give it to that"),
         "fsdp": (args.fsdp, "use ZeRO stage 3 in phalanx_config"),
         "parallelism_config": (args.parallelism_config is not None, "phalanx_config says how ranks are used"),
         "torch_compile": (args.torch_compile, "compile parts of the model before it is given to the Trainer"),
@@ -100,6 +101,17 @@ def check_arguments(args: Any, tp_size: int) -> None:
             f"tensor_parallel.autotp_size={tp_size} does not divide the {args.world_size} ranks of this run: start a "
             f"multiple of {tp_size}"
         )
+
+
+def _installed_deepspeed() -> str:
+    """Who would train with `TrainingArguments(deepspeed=...)`."""
+    try:
+        version = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        return "no package of that name is installed"
+    if "+phalanx" in version:
+        return "that is for a Trainer without the mixin"
+    return f"DeepSpeed {version} is installed and would train the model itself"
 
 
 def tp_size_of(config: Mapping[str, Any]) -> int:
