@@ -54,9 +54,9 @@ def test_the_training_code_runs_on_two_ranks(block: str, tmp_path: Path) -> None
     command = [sys.executable, "-m", "phalanx.cli", "launch", "--nproc", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    losses = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
-    # Both ranks print, and say the same.
-    assert len(losses) == 6 and len({tuple(line) for line in losses}) == 3
+    # Both ranks print, perhaps at the same moment on one line, and say the same.
+    losses = re.findall(r"step \d loss \d+\.\d{4} norm \d+\.\d{4}", done.stdout)
+    assert len(losses) == 6 and len(set(losses)) == 3
 
 
 def test_the_files_it_names_are_there() -> None:
