@@ -25,3 +25,13 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(llama(llama_config(vocab_size=VOCAB_SIZE, max_position_embeddings=256), seed=3), folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps tests of one ``xdist_group`` on one worker: pytest 9.2 does not read the ids that pytest-xdist 3.8 writes,
+    so that each worker would start the group's server and ranks for itself."""
+    for item in items:
+        grouped = vars(item).get("_nodeid")
+        if grouped is not None and item.nodeid != grouped:
+            item._id = type(item._id).parse(grouped)  # type: ignore[attr-defined]

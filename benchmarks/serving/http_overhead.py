@@ -4,8 +4,8 @@
 
 The engine's process is pinned to the first core in both runs, client and HTTP to the second. Each round runs the
 library, the server with whole and with streamed answers, in an order of its own. Beside tokens a second, which other
-work on the machine disturbs, stand the CPU time of the engine's process, which it disturbs less, and its steps: requests
-that trickle in make smaller batches, and so more steps.
+work on the machine disturbs, stand the CPU time of the engine's process, which it disturbs less, and its steps:
+requests that trickle in make smaller batches, and so more steps.
 """
 
 from __future__ import annotations

@@ -97,6 +97,7 @@ def test_limits_of_time_and_of_the_queue(tiny_folder: Path) -> None:
         assert last.answer(10).status_code == 503 and server.process.wait(20) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 def test_a_killed_engine_answers_everybody_and_comes_again(tiny_folder: Path) -> None:
     with serving(tiny_folder, "--restart") as server:
@@ -135,6 +136,7 @@ def test_the_end_is_orderly(tiny_folder: Path, tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_no_process_is_left_when_the_server_is_killed(tiny_folder: Path) -> None:
     with serving(tiny_folder, "--tp", "2") as server:
         engine = server.engine_pid
