@@ -40,6 +40,24 @@ VALID: list[tuple[str, dict[str, Any]]] = [
             "tool_choice": "auto",
         },
     ),
+    (
+        "/v1/responses",
+        {
+            "model": NAME,
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            ],
+            "instructions": "be brief",
+            "max_output_tokens": 2,
+            "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+            "metadata": {"a": "b"},
+            "stream": True,
+        },
+    ),
+    ("/v1/embeddings", {"model": NAME, "input": ["hello", "x"], "dimensions": 4, "truncate": True, "pooling": "mean"}),
+    ("/v1/embeddings", {"model": NAME, "input": [[5, 6], [7]], "encoding_format": "base64"}),
     ("/tokenize", {"prompt": "hello"}),
     ("/detokenize", {"tokens": [5, 6]}),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,14 +34,17 @@ def test_no_server_error_in_two_thousand_cases(server: Server, tmp_path: Path) -
     hooks.write_text(
         "import schemathesis\n\n\n@schemathesis.hook\ndef map_body(context, body):\n"
         f"    if isinstance(body, dict) and isinstance(body.get('model'), str):\n        body['model'] = {NAME!r}\n"
-        "    if isinstance(body, dict) and 'prompt' in body:\n        body['max_tokens'] = 2\n    return body\n"
+        "    limit = {'/v1/completions': 'max_tokens', '/v1/chat/completions': 'max_tokens',\n"
+        "             '/v1/responses': 'max_output_tokens'}.get(context.operation.path)\n"
+        "    if isinstance(body, dict) and limit:\n        body[limit] = 2\n    return body\n"
     )
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--seed", "1"]
-    command += ["--max-examples", "250", "--phases", "fuzzing", "--checks", "not_a_server_error"]
+    command += ["--max-examples", "350", "--phases", "fuzzing", "--checks", "not_a_server_error"]
     command += ["--request-timeout", "60", "--no-color"]
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": str(hooks), "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     print(done.stdout[-3000:], done.stderr[-2000:])
-    assert done.returncode == 0
+    counted = re.search(r"(\d+) generated", done.stdout)
+    assert done.returncode == 0 and counted is not None and int(counted[1]) >= 2000
     assert server.engine_pid == pid and server.complete(prompt="hello", max_tokens=1).status_code == 200
     server.wait_idle()

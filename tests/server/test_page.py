@@ -51,6 +51,7 @@ def ask(page, text):
     page.keyboard.press("Enter")
 
 
+@pytest.mark.xdist_group("server")
 def test_with_a_real_server(browser, server):
     """Its own policy of what may run included, which is stricter than the stub's."""
     with browser.new_context(viewport={"width": 1280, "height": 800}) as context:

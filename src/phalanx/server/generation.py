@@ -127,7 +127,8 @@ class Generation:
         record.cached_tokens = self.cached_tokens
         queued, first = beginning.scheduled_at - record.began, beginning.first_token_at - record.began
         metrics.queued.observe(queued)
-        metrics.first_token.observe(first)
+        if not self.jobs[place].pooling:
+            metrics.first_token.observe(first)
         if record.first_token_seconds is None:
             record.queue_seconds, record.first_token_seconds = queued, first
 
