@@ -70,7 +70,7 @@ def test_a_guide_may_lie_in_a_file(tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     given = SamplingOptions(guide=f"json_schema=@{tmp_path / 'schema.json'}").settings()
     assert given == {"guide": {"kind": "json_schema", "text": '{"type": "object"}'}}
-    with pytest.raises(ValueError, match="--guide: .*absent.json cannot be read"):
+    with pytest.raises(ValueError, match=r"--guide: .*absent\.json cannot be read"):
         SamplingOptions(guide=f"json_schema=@{tmp_path / 'absent.json'}").settings()
 
 
