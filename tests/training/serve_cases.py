@@ -4,11 +4,13 @@ written and read again."""
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -93,11 +95,31 @@ def move(name: str, train_tp: int, serve_tp: int, stage: int = 1, **more: Any) -
     engine.destroy()
 
 
+def differing_updates() -> None:
+    """A later update that differs on one rank, or comes over another group, is an error on all, at once."""
+    engine = trained("llama_tied", 2, 0)
+    folder = whole_model(engine, Path(sys.argv[3]) / "differing")
+    llm = LLM(str(folder), group=engine.mesh.tp, tensor_parallel_size=2, **ENGINE)
+    shards = dict(engine.shards().items())
+    llm.update_weights(shards, engine.mesh.tp)
+    fewer = dict(list(shards.items())[: -1 - dist.get_rank()] if dist.get_rank() else shards)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="the 2 ranks of the first update"):
+        llm.update_weights(fewer, engine.mesh.tp)
+    with pytest.raises(ValueError, match="over 1 ranks here"):
+        llm.update_weights(shards, SoloGroup())
+    assert time.monotonic() - began < 10
+    llm.update_weights(shards, engine.mesh.tp)
+    llm.close()
+    engine.destroy()
+
+
 def cases(world: int) -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {}
     for name in MODELS:
         for train_tp, serve_tp in [(2, 2), (2, 1), (1, 2)]:
             found[f"{name} from TP {train_tp} to TP {serve_tp}"] = partial(move, name, train_tp, serve_tp)
+    found["updates that differ"] = differing_updates
     found["llama at ZeRO 3"] = partial(move, "llama_tied", 1, 2, 3)
     found["llama in bf16"] = partial(move, "llama_tied", 2, 1, 2, bf16={"enabled": True})
     return found

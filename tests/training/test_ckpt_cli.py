@@ -65,6 +65,10 @@ def test_a_merged_checkpoint_goes_on(saved: Path, tmp_path: Path) -> None:
     result = run("merge", saved / "moments", saved / "merged")
     assert result.exit_code == 0, result.output
     assert len(list((saved / "merged" / "global_step2").glob("*.safetensors"))) == 1
+    (saved / "merged" / "latest").write_text("global_step3")
+    assert run("merge", saved / "moments", saved / "merged").exit_code == 0
+    assert (saved / "merged" / "latest").read_text() == "global_step3"
+    (saved / "merged" / "latest").write_text("global_step2")
     (saved / "again").mkdir()
     results = run_cases(["tests.training.merged_cases"], 2, saved / "again")
     assert results and not [errors for errors in results.values() if errors], results
@@ -73,5 +77,18 @@ def test_a_merged_checkpoint_goes_on(saved: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_said(saved: Path, tmp_path: Path) -> None:
     result = run("info", tmp_path)
     assert result.exit_code == 2 and "neither an index.json nor a file called latest" in result.output
+    (tmp_path / "broken").mkdir()
+    index = json.loads((saved / "llama" / "global_step1" / "index.json").read_text())
+    for text, said in [
+        ("[]", "holds no object"),
+        (json.dumps({**index, "tp": 1, "x": 1}).replace('"tp"', '"t"'), "lacks tp"),
+    ]:
+        (tmp_path / "broken" / "index.json").write_text(text)
+        for command in (["info"], ["export", tmp_path / "m"], ["merge", tmp_path / "m"]):
+            result = run(command[0], tmp_path / "broken", *command[1:])
+            assert result.exit_code == 2 and said in result.output
+    (tmp_path / "latest").write_text("\n")
+    result = run("info", tmp_path)
+    assert result.exit_code == 2 and "does not name a checkpoint" in result.output
     result = run("export", saved / "llama", tmp_path / "model", "--dtype", "int3")
     assert result.exit_code == 2 and "int3" in result.output

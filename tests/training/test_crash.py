@@ -49,5 +49,5 @@ def wait_for(started: list[subprocess.Popen[bytes]], paths: list[Path]) -> None:
 
 
 def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
-    results = run_cases(["tests.training.crash_cases"], 2, tmp_path)
+    results = run_cases(["tests.training.crash_cases", "tests.training.odd_save_cases"], 2, tmp_path)
     assert results and not [errors for errors in results.values() if errors], results

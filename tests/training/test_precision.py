@@ -23,12 +23,25 @@ def test_loss_scale(options: dict[str, Any], steps: str, expected: list[float]) 
     seen = []
     for step in steps:
         scale.update(overflow=step == "1")
-        again = LossScale()
+        again = LossScale(64.0, guarded=True, dynamic=True, **options)
         again.load_state_dict(scale.state_dict())
         assert again == scale
         scale = again
         seen.append(scale.scale)
     assert seen == expected
+
+
+def test_a_loss_scale_of_another_kind_is_not_taken_over() -> None:
+    dynamic, fixed, none = LossScale(8.0, guarded=True, dynamic=True), LossScale(32.0, guarded=True), LossScale()
+    for own in (dynamic, fixed, none):
+        for other in (dynamic, fixed, none):
+            before = own.state_dict()
+            own.load_state_dict(other.state_dict())
+            assert own.state_dict() == before
+    # What the config says stays: the least scale, the overflows that it takes.
+    own = LossScale(64.0, guarded=True, dynamic=True, minimum=16.0, hysteresis=1, patience=1)
+    own.load_state_dict({**dynamic.state_dict(), "step": 5})
+    assert (own.scale, own.patience, own.step) == (16.0, 1, 5)
 
 
 def test_loss_scale_at_its_minimum() -> None:

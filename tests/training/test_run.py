@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from typer.testing import CliRunner
 from phalanx import LLM
 from phalanx.cli import app
 from phalanx.config import ConfigError
+from phalanx.training.checkpoint_folder import Saved
 from phalanx.training.recipe import DataRecipe, OptimizationRecipe, read_recipe
-from phalanx.training.run import rate
+from phalanx.training.run import rate, train
 from phalanx.training.text_data import IGNORED, batches, read_samples
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -108,6 +110,66 @@ def test_recipes_name_every_fault(tmp_path: Path) -> None:
     assert result.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("optimization", "epochs", float("inf"), "optimization.epochs: Input should be a finite number"),
+        ("optimization", "seed", -1, "optimization.seed"),
+        ("data", "sequence_length", 1, "data.sequence_length"),
+        ("output", "profile_steps", [5, 2], "in this order"),
+    ],
+)
+def test_recipes_name_values_out_of_range(tmp_path: Path, section: str, key: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_recipe(write_recipe(tmp_path, Path("x"), **{section: {key: value}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"engine": {"optimizer": {"type": "SGD"}}}, "engine.optimizer: the recipe says that itself"),
+        ({"data": {"sequence_length": 1000, "packing": False}}, "more than the 256 positions of the model"),
+        ({"output": {"folder": "text.txt/run"}}, "output.folder="),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone = {"tensor_parallel_size": 1}
+    with pytest.raises(ConfigError, match=said):
+        train(read_recipe(write_recipe(tmp_path, tiny_folder, parallel=alone, **changes)))
+
+
+def test_a_changed_recipe_and_a_log_that_is_cut_off_go_on(tiny_folder: Path, tmp_path: Path) -> None:
+    alone = {"tensor_parallel_size": 1, "zero_stage": 0}
+
+    def go(steps: int, **how: Any) -> None:
+        path = write_recipe(
+            tmp_path, tiny_folder, parallel=alone, optimization={"steps": steps, **how}, output={"export": False}
+        )
+        assert train(read_recipe(path), resume=True) == 0
+
+    go(2)
+    log, checkpoints = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "checkpoints"
+    with log.open("a") as file:
+        file.write('{"step": 3, "lo')
+    shutil.copytree(checkpoints / "global_step2", checkpoints / "global_step2-kept")
+    go(4, learning_rate=1e-6, weight_decay=0.5)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[1]["learning_rate"] > 1e-4 and lines[2]["learning_rate"] < 1e-6
+    groups = Saved(checkpoints / "global_step4").index["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    # Only its own checkpoints are taken away, and never the one that was written last.
+    assert (checkpoints / "global_step2-kept").is_dir() and not (checkpoints / "global_step2").exists()
+    shutil.copytree(checkpoints / "global_step4", checkpoints / "global_step9")
+    go(5)
+    assert (checkpoints / "global_step5" / "index.json").is_file()
+    with pytest.raises(ConfigError, match="step 5, and the recipe ends at step 3"):
+        go(3)
+
+
 def test_texts_are_packed_one_behind_the_other(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"line {n} of a text"}) for n in range(20)))
@@ -120,6 +182,10 @@ def test_texts_are_packed_one_behind_the_other(tmp_path: Path) -> None:
     assert np.array_equal(samples.ids, samples.labels) and samples.documents == 20
     with pytest.raises(ConfigError, match="do not fill one sample"):
         read_samples(recipe.model_copy(update={"sequence_length": 10_000}), recipe.train, tokenizer)
+    # A byte order mark, ends of lines of Windows, and a separator that is none here.
+    lines = [json.dumps({"text": f"one\u2028two {n}"}, ensure_ascii=False) for n in range(9)]
+    (tmp_path / "a.jsonl").write_bytes(("\ufeff" + "\r\n".join(lines)).encode())
+    assert read_samples(recipe, recipe.train, tokenizer).documents == 9
     (tmp_path / "a.jsonl").write_text('{"txt": 1}')
     with pytest.raises(ConfigError, match="line 1 has neither"):
         read_samples(recipe, recipe.train, tokenizer)
@@ -134,6 +200,11 @@ def test_only_what_the_assistant_says_is_learnt(tmp_path: Path) -> None:
         {"role": "assistant", "content": "five"},
     ]
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "d.jsonl").write_text((json.dumps({"messages": messages[:1]}) + "\n") * 9)
+    recipe = DataRecipe(train=(str(tmp_path / "d.jsonl"),), sequence_length=8)
+    for packing in (True, False):
+        with pytest.raises(ConfigError, match="nothing to learn"):
+            read_samples(recipe.model_copy(update={"packing": packing}), recipe.train, tokenizer)
     recipe = DataRecipe(train=(str(tmp_path / "c.jsonl"),), sequence_length=96, packing=False)
     samples = read_samples(recipe, recipe.train, tokenizer)
     learnt = tokenizer.decode([token for token in samples.labels[0].tolist() if token != IGNORED])
@@ -165,6 +236,9 @@ def test_the_curves_are_drawn(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["plot", str(log), "-o", str(out)]).exit_code == 0
     drawn = out.read_text()
     assert drawn.count('class="curve"') == 1 and "step 8" in drawn and "not in the log" in drawn
+    with log.open("a") as file:
+        file.write('{"step": 9, "lo')
+    assert CliRunner().invoke(app, ["plot", str(log), "-o", str(out)]).exit_code == 0
     log.write_text("{}\n")
     result = CliRunner().invoke(app, ["plot", str(log), "-o", str(out)])
     assert result.exit_code == 2

@@ -35,6 +35,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         narrow = {**weights, "model.norm.weight": (Partition.replicate(), torch.ones(3))}
         with pytest.raises(ValueError, match=r"model\.norm\.weight"):
             llm.update_weights(narrow, SoloGroup())
+        # What came before the error has changed, so nothing that was computed with the old weights is used.
+        llm.generate([[5, 6, 7, 8, 9, 10, 11, 12, 13]], max_tokens=1)
+        assert llm.engine.kv.pool.num_cached
+        with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+            llm.update_weights(narrow, SoloGroup())
+        assert not llm.engine.kv.pool.num_cached
         llm.add_request([5, 6], {"max_tokens": 4})
         with pytest.raises(RuntimeError, match="run or wait"):
             llm.update_weights(weights, SoloGroup())

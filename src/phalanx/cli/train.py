@@ -55,12 +55,22 @@ def _devices() -> int:
 
 
 def _base(model: str, output: Path) -> Path:
-    """A Hugging Face folder of the model: its own, or for one of another format a copy in the output folder."""
+    """A Hugging Face folder of the model: its own, or for one of another format a copy in the output folder, beside
+    which is written what it is a copy of."""
     import torch
 
     from phalanx.bench.hf_copy import hf_folder
 
     copy = output / "base"
-    if (copy / "config.json").is_file():
+    note = copy / "copy_of.txt"
+    if note.is_file():
+        if note.read_text(encoding="utf-8") != model:
+            raise typer.BadParameter(
+                f"model.path={model!r}, but the run in {output} began with {note.read_text(encoding='utf-8')!r}: "
+                "choose another output.folder"
+            )
         return copy
-    return hf_folder(model, torch.float32, False, copy)
+    folder = hf_folder(model, torch.float32, False, copy)
+    if folder == copy.absolute():
+        note.write_text(model, encoding="utf-8")
+    return folder

@@ -279,8 +279,11 @@ class LLM:
             )
         if self._update is None:
             self._update = WeightUpdate(self.engine.model, self.engine.policy_name)
-        self._update(weights, self.engine.group if group is None else group)
-        self.engine.kv.pool.drop_cached()
+        try:
+            self._update(weights, self.engine.group if group is None else group)
+        finally:
+            # Also of an update that failed half-way: what is cached belongs to the weights before.
+            self.engine.kv.pool.drop_cached()
         self.engine.group.barrier()
 
     def serialize(self, folder: str | Path) -> None:

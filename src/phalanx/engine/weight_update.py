@@ -140,8 +140,15 @@ class WeightUpdate:
         if self._plan is None:
             self._plan = self._planned(weights, group)
         plan = self._plan
-        if list(weights) != list(plan.infos):
-            raise ValueError("the tensors of an update have the names, and the order, of the first update")
+        names, size = list(weights), len(next(iter(plan.locals.values())))
+        differs = int(names != list(plan.infos) or group.size != size)
+        # Told to all: one that raised alone would leave the others waiting.
+        if int(group.all_reduce(torch.tensor([differs], device=self.model.device), "max")):
+            raise ValueError(
+                f"an update has the {len(plan.infos)} names, their order and the {size} ranks of the first update: "
+                f"given {len(names)} names over {group.size} ranks here"
+                + ("" if differs else "; on another rank they differ")
+            )
         arrived = Arrived(plan.infos, plan.reads)
         for old, name, fresh in self._fed(arrived, self._brought(weights, arrived, plan, group)):
             put(old, name, fresh, in_place=self.model.device.type != "cpu")

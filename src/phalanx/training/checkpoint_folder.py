@@ -34,6 +34,11 @@ VERSION = 1
 # A file is written as soon as it holds this much, so that a rank never has a second copy of all that it owns.
 FILE_BYTES = 1 << 30
 _POLL_SECONDS = 0.02
+_SAID = {
+    *("tp", "dp", "stage", "ranks", "entries", "model_config", "generation_config", "tied", "optimizer"),
+    *("param_groups", "lr_scheduler", "loss_scaler", "global_steps", "skipped_steps", "client_state"),
+}
+"""What every index says."""
 
 
 class CheckpointError(ValueError):
@@ -46,9 +51,14 @@ def partial_folder(folder: Path, tag: str) -> Path:
 
 
 def check_tag(tag: str) -> str:
-    """The tag, if it can be the name of a folder. Raises CheckpointError."""
-    if not tag or tag in (".", "..") or "/" in tag or "\\" in tag or "\0" in tag or tag == "latest":
-        raise CheckpointError(f"a checkpoint's tag is the name of a folder, given {tag!r}")
+    """The tag, if it can be the name of a folder that is seen. Raises CheckpointError."""
+    # Hidden names are those of checkpoints that are being written.
+    fits = tag.isprintable() and tag == tag.strip() and not tag.startswith(".") and len(tag.encode()) <= 200
+    if not tag or not fits or "/" in tag or "\\" in tag or tag == "latest":
+        raise CheckpointError(
+            f"a checkpoint's tag is the name of a folder: at most 200 bytes, printable, without slashes, not hidden, "
+            f"without spaces at its ends, not 'latest'; given {tag!r:.220}"
+        )
     return tag
 
 
@@ -176,7 +186,12 @@ def _all_written(partial: Path, world: int, patience: float) -> Iterator[dict[st
 def newest_tag(folder: Path) -> str | None:
     """The tag that `latest` names; None where there is no checkpoint."""
     latest = folder / "latest"
-    return check_tag(latest.read_text().strip()) if latest.is_file() else None
+    if not latest.is_file():
+        return None
+    try:
+        return check_tag(latest.read_text(encoding="utf-8").strip())
+    except ValueError as error:
+        raise CheckpointError(f"{latest} does not name a checkpoint: {error}") from None
 
 
 class _Entry(BaseModel):
@@ -204,6 +219,7 @@ class Saved:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.tag = path.name
         # A crash between the two renames of `commit` leaves the older checkpoint of this tag under a hidden name.
         old = path.parent / f".{path.name}.old"
         if not path.is_dir() and old.is_dir():
@@ -214,11 +230,15 @@ class Saved:
             raise CheckpointError(f"{path} holds no checkpoint: there is no index.json") from None
         except ValueError as error:
             raise CheckpointError(f"{path / 'index.json'} is broken: {error}") from None
+        if not isinstance(self.index, dict):
+            raise CheckpointError(f"{path / 'index.json'} is broken: it holds no object")
         if self.index.get("format") != FORMAT or self.index.get("version") != VERSION:
             raise CheckpointError(
                 f"{path} is a {self.index.get('format')!r} of version {self.index.get('version')}; expected "
                 f"{FORMAT!r} of version {VERSION}"
             )
+        if lacking := sorted(_SAID - self.index.keys()):
+            raise CheckpointError(f"{path / 'index.json'} is broken: it lacks {', '.join(lacking)}")
         try:
             self.entries = {
                 name: _Entry.model_validate(told).model_dump() for name, told in self.index["entries"].items()

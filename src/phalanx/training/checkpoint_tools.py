@@ -123,7 +123,7 @@ def export(saved: Saved, folder: Path, dtype: torch.dtype | None = None, tell: P
 def merge(saved: Saved, folder: Path, tell: Progress = lambda *_: None) -> Path:
     """Write the checkpoint with whole tensors in few files, under its own name into `folder`, where any grid of ranks
     loads it. Returns its path."""
-    tag = check_tag(saved.path.name)
+    tag = check_tag(saved.tag)
     partial = partial_folder(folder, tag)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -138,7 +138,8 @@ def merge(saved: Saved, folder: Path, tell: Progress = lambda *_: None) -> Path:
     part = partial / "rank-00000.json"
     write_json(partial / "index.json", {**saved.index, "entries": json.loads(part.read_text())["entries"]})
     part.unlink()
-    make_visible(folder, tag, latest=True)
+    # Within the folder of a run, which checkpoint is the newest does not change.
+    make_visible(folder, tag, latest=not (folder / "latest").exists())
     return folder / tag
 
 

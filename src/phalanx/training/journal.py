@@ -57,8 +57,8 @@ class Journal:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "log.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= start]
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        kept = [line for line in lines if _is_of(line, start)]
         aside = path.with_name(".log.new")
         aside.write_text("".join(f"{line}\n" for line in kept))
         aside.replace(path)
@@ -101,6 +101,14 @@ class Journal:
         if self._board is not None:
             self._board.close()
         self._file.close()
+
+
+def _is_of(line: str, last: int) -> bool:
+    """Whether a line of a log is of a step up to `last`. A run that was killed may have left one that is cut off."""
+    try:
+        return int(json.loads(line)["step"]) <= last
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _bar(start: int, steps: int) -> Any:

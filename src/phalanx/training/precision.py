@@ -161,9 +161,13 @@ class LossScale:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken. Raises ValueError for keys that it does not write."""
+        """Continue where `state_dict` was taken, if both scales move; what the config says stays as it is.
+
+        Raises ValueError for keys that `state_dict` does not write.
+        """
         unknown = set(state) ^ set(asdict(self))
         if unknown:
             raise ValueError(f"not a state of a loss scale: {sorted(unknown)} missing or unknown")
-        for key, value in state.items():
-            setattr(self, key, value)
+        if self.dynamic and state["dynamic"]:
+            self.scale, self.step = max(state["scale"], self.minimum), state["step"]
+            self.last_overflow, self.patience = state["last_overflow"], min(state["patience"], self.hysteresis)

@@ -14,7 +14,7 @@ from phalanx.config import ConfigError
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelRecipe(_Section):
@@ -37,7 +37,7 @@ class DataRecipe(_Section):
     text_field: str = "text"
     messages_field: str = "messages"
     """Of lines without a text: a conversation, of which the assistant's part is learnt."""
-    sequence_length: PositiveInt = 1024
+    sequence_length: int = Field(default=1024, ge=2)
     """Tokens of a sample."""
     packing: bool = True
     """Documents follow one another without padding, an end token between them; else a sample is (the beginning of) one
@@ -59,7 +59,7 @@ class OptimizationRecipe(_Section):
     warmup_steps: int = Field(default=0, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
     gradient_clipping: float = Field(default=1.0, ge=0)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
 
     @model_validator(mode="after")
     def _one_length(self) -> OptimizationRecipe:
@@ -94,6 +94,12 @@ class OutputRecipe(_Section):
     """First and last step of a profiler's trace."""
     export: bool = True
     """Write the model as a Hugging Face folder at the end."""
+
+    @model_validator(mode="after")
+    def _first_before_last(self) -> OutputRecipe:
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError("profile_steps are the first and the last step of a trace, in this order")
+        return self
 
 
 class Recipe(_Section):
@@ -134,7 +140,7 @@ class Recipe(_Section):
             "zero_optimization": {"stage": parallel.zero_stage},
             "tensor_parallel": tensor_parallel,
         }
-        twice = sorted(own.keys() & self.engine.keys())
+        twice = sorted({*own, "optimizer", "scheduler"} & self.engine.keys())
         if twice:
             raise ConfigError(f"engine.{twice[0]}: the recipe says that itself; leave it out of engine")
         return {**own, **self.engine}
@@ -148,7 +154,7 @@ def read_recipe(path: str | Path) -> Recipe:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe {path} cannot be read: {error}") from None
     try:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         return train(read_recipe(given.recipe), resume=given.resume, base=given.base)
-    except (ConfigError, ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"phalanx train: {error}", file=sys.stderr)
         return 1
 
@@ -69,6 +69,11 @@ def train(recipe: Recipe, *, resume: bool = False, base: str | None = None) -> i
     checkpoints = folder / "checkpoints"
     if not resume and newest_tag(checkpoints) is not None:
         raise ConfigError(f"{checkpoints} holds a run already: go on with --resume, or choose another output.folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output.folder={recipe.output.folder!r} cannot be made: {error}") from None
+    _check_length(recipe, base)
     tokenizer = _tokenizer(base or recipe.model.path)
     samples = read_samples(recipe.data, recipe.data.train, tokenizer)
     held_out = read_samples(recipe.data, recipe.data.validation, tokenizer) if recipe.data.validation else None
@@ -76,6 +81,7 @@ def train(recipe: Recipe, *, resume: bool = False, base: str | None = None) -> i
     engine = _engine(recipe, world, steps, base)
     if resume:
         engine.load_checkpoint(checkpoints)
+        _follow(recipe, engine, steps)
     stopped = _Stop(engine)
     loop = _Loop(recipe, engine, samples, held_out, steps, checkpoints)
     try:
@@ -121,17 +127,19 @@ class _Loop:
         how, out, engine = self.recipe.optimization, self.recipe.output, self.engine
         engine.train()
         order = batches(len(self.samples), how.batch_size, how.seed, engine.global_steps)
-        profiled = out.profile_steps
+        profiled, tracing = out.profile_steps, False
         with _profile(self.first and profiled is not None) as profiler:
             while engine.global_steps < self.steps:
                 step = engine.global_steps + 1
-                if profiler is not None and profiled is not None and step == profiled[0]:
+                if profiler is not None and profiled is not None and not tracing and profiled[0] <= step <= profiled[1]:
                     profiler.start()
+                    tracing = True
                 begun = time.perf_counter()
                 loss = self._step(next(order))
                 if step % out.log_every == 0 or step == self.steps:
                     self._say(step, float(loss), time.perf_counter() - begun)
-                if profiler is not None and profiled is not None and step == profiled[1]:
+                if profiler is not None and profiled is not None and tracing and step in (profiled[1], self.steps):
+                    tracing = False
                     profiler.stop()
                     profiler.export_chrome_trace(str(Path(out.folder) / "trace.json"))
                 if out.validate_every and step % out.validate_every == 0 and step < self.steps:
@@ -209,10 +217,16 @@ class _Loop:
     def _save(self) -> None:
         self.engine.save_checkpoint(self.checkpoints)
         if self.first:
-            tags = [path for path in self.checkpoints.glob("global_step*") if (path / "index.json").is_file()]
-            tags.sort(key=lambda path: int(path.name.removeprefix("global_step")))
-            for old in tags[: -self.recipe.output.keep]:
+            for old in _older(self.checkpoints, self.engine.global_steps)[self.recipe.output.keep - 1 :]:
                 shutil.rmtree(old)
+
+
+def _older(checkpoints: Path, step: int) -> list[Path]:
+    """The run's checkpoints of other steps than the one just saved, the latest written first. Folders of other names
+    are somebody's own."""
+    tags = [path for path in checkpoints.glob("global_step*") if path.name.removeprefix("global_step").isdecimal()]
+    found = [path for path in tags if (path / "index.json").is_file() and path.name != f"global_step{step}"]
+    return sorted(found, key=lambda path: (path / "index.json").stat().st_mtime_ns, reverse=True)
 
 
 class _Stop:
@@ -253,6 +267,25 @@ def _engine(recipe: Recipe, world: int, steps: int, base: str | None) -> Trainin
     return engine
 
 
+def _follow(recipe: Recipe, engine: TrainingEngine, steps: int) -> None:
+    """After a checkpoint was read: rates and decay are those of the recipe, which may have changed.
+
+    Raises ConfigError for a run that has gone further than the recipe says.
+    """
+    how, schedule = recipe.optimization, engine.lr_scheduler
+    if engine.global_steps > steps:
+        raise ConfigError(
+            f"the newest checkpoint is of step {engine.global_steps}, and the recipe ends at step {steps}: train for "
+            "more steps or epochs, or choose another output.folder"
+        )
+    if engine.optimizer is None or not isinstance(schedule, LambdaLR):
+        return
+    schedule.base_lrs = [how.learning_rate] * len(schedule.base_lrs)
+    for group, decay in zip(engine.optimizer.param_groups, (how.weight_decay, 0.0), strict=True):
+        group["initial_lr"], group["weight_decay"] = how.learning_rate, decay
+        group["lr"] = how.learning_rate * rate(how, schedule.last_epoch, steps)
+
+
 def rate(how: OptimizationRecipe, step: int, steps: int) -> float:
     """The learning rate of a step (from 0 on) as a part of the highest: a linear warm-up, then the schedule, whose end
     is a tenth for the cosine and 0 for the line."""
@@ -274,6 +307,24 @@ def _embedding(engine: TrainingEngine) -> int:
         return 0
     name = next((n for n, m in engine.module.named_modules() if m is table), "")
     return math.prod(engine.registry[f"{name}.weight"].shape)
+
+
+def _check_length(recipe: Recipe, base: str | None) -> None:
+    """Raises ConfigError for samples that are longer than what the model was made for."""
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(base or recipe.model.path).get_text_config()
+    except (OSError, ValueError):
+        return  # what loads the model says it better
+    limit, length = getattr(config, "max_position_embeddings", None), recipe.data.sequence_length
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    stretched = rope.get("rope_type", "default") != "default"
+    if isinstance(limit, int) and 0 < limit < length and not stretched:
+        raise ConfigError(
+            f"data.sequence_length={length} is more than the {limit} positions of the model "
+            f"(max_position_embeddings): lower it"
+        )
 
 
 def _tokenizer(path: str) -> Any:

@@ -33,10 +33,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a run's `log.jsonl`.
 
     Raises:
-        ValueError: a line that is none, named by its number; no lines at all.
+        ValueError: a line that is none, named by its number; no lines at all. A last line without its end, of a run
+            that goes on or was killed, is left out.
     """
     lines = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             value = json.loads(line)
             lines.append({**value, "step": int(value["step"])})

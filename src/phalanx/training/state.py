@@ -92,8 +92,8 @@ def save(
     """
     mesh = engine.mesh
     rank, world = place_among_all(mesh)
+    _check_same(mesh, "save under", tag)
     partial = partial_folder(folder, check_tag(tag))
-    _check_same(mesh, tag)
     with Together(mesh, "preparing the folder"):
         if rank == 0:
             _clear(partial)
@@ -146,11 +146,13 @@ def load(
         CheckpointError, on all ranks: a checkpoint that is broken or of another model. Weights may be half read then.
     """
     mesh = engine.mesh
-    tag = tag if tag is not None else newest_tag(folder)
+    with Together(mesh, f"looking for a checkpoint in {folder}"):
+        tag = str(tag) if tag is not None else newest_tag(folder)
+    _check_same(mesh, "load", tag)
     if tag is None:
         _log.warning("%s has no checkpoint (no file called latest): nothing is loaded", folder)
         return None, None
-    path = folder / check_tag(str(tag))
+    path = folder / check_tag(tag)
     if not (path / "index.json").is_file() and deepspeed_checkpoint.is_deepspeeds(path):
         with Together(mesh, f"loading {path}"):
             deepspeed_checkpoint.read(engine, path, strict=strict, optimizer=optimizer and not module_only)
@@ -226,6 +228,8 @@ def _states(engine: TrainingEngine, fragment: Any, scalars: dict[str, dict[str, 
 
 
 def _about(engine: TrainingEngine, client_state: Mapping[str, Any], exclude_frozen: bool) -> dict[str, Any]:
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(f"client_state is a dict of JSON values, given {type(client_state).__name__}")
     scheduler = engine.lr_scheduler
     model = base_model(engine.module)
     config = json_of(getattr(model, "config", None))
@@ -375,13 +379,18 @@ def _read_optimizer(engine: TrainingEngine, saved: Saved) -> None:
             state: dict[str, Any] = {}
             for key, told in scalars.get(name, {}).items():
                 device = fragment.tensor.device if id(fragment.tensor) in on_device else "cpu"
-                kind = told["dtype"]
-                value = told["value"]
-                state[key] = value if kind is None else torch.tensor(value, dtype=getattr(torch, kind), device=device)
+                number, value = told["dtype"], told["value"]
+                if number is not None:
+                    value = torch.tensor(value, dtype=getattr(torch, number), device=device)
+                state[key] = value
             for key in keys:
                 entry = f"optimizer/{key}/{name}"
                 if entry in saved.entries:
-                    values = torch.empty_like(fragment.tensor, dtype=saved.dtype(entry), requires_grad=False)
+                    kind, master = saved.dtype(entry), f"master/{name}"
+                    # What had the dtype of the weights has it again: optimizers compute both together.
+                    if master in saved.entries and kind == saved.dtype(master):
+                        kind = fragment.tensor.dtype
+                    values = torch.empty_like(fragment.tensor, dtype=kind, requires_grad=False)
                     _fill(engine, saved, entry, name, fragment.start, values)
                     state[key] = values
             optimizer.state.pop(fragment.tensor, None)
@@ -425,11 +434,13 @@ def _go_on_drawing(engine: TrainingEngine, path: Path, index: Mapping[str, Any])
 # Ranks together.
 
 
-def _check_same(mesh: Mesh, tag: str) -> None:
-    mark = crc32(tag.encode())
+def _check_same(mesh: Mesh, what: str, tag: str | None) -> None:
+    mark = -1 if tag is None else crc32(tag.encode())
     largest, smallest = most(mesh, mark, -mark)
     if largest != -smallest:
-        raise CheckpointError(f"the ranks save under different tags, this one under {tag!r}: give all the same")
+        raise CheckpointError(
+            f"the ranks {what} different tags, this one {tag!r}: give all the same, and one folder that all see"
+        )
 
 
 def _clear(partial: Path) -> None:

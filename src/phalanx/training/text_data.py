@@ -62,8 +62,16 @@ def read_samples(recipe: DataRecipe, files: Sequence[str], tokenizer: Any) -> Sa
         raise ConfigError(
             f"{', '.join(files)}: {total} tokens do not fill one sample of {length}: lower data.sequence_length, give "
             "more text, or set data.packing to false"
+            if recipe.packing
+            else f"{', '.join(files)}: nothing to learn within the first {length} tokens of any of {len(documents)} "
+            "documents: raise data.sequence_length, give longer texts, or conversations in which the assistant speaks"
         )
-    return Samples(*made, documents=len(documents))
+    samples = Samples(*made, documents=len(documents))
+    if not samples.learnt(range(len(samples))):
+        raise ConfigError(
+            f"{', '.join(files)}: nothing to learn: in none of the conversations does the assistant speak"
+        )
+    return samples
 
 
 def batches(count: int, batch_size: int, seed: int, start: int = 0) -> Iterator[list[int]]:
@@ -90,13 +98,14 @@ def _documents(recipe: DataRecipe, files: Sequence[str]) -> Iterator[str | list[
             raise ConfigError(f"no file is called {pattern}")
         for name in paths:
             try:
-                text = Path(name).read_text(encoding="utf-8")
+                text = Path(name).read_text(encoding="utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{name} cannot be read as text: {error}") from None
             if Path(name).suffix != ".jsonl":
                 yield text
                 continue
-            for number, line in enumerate(text.splitlines(), 1):
+            # Not splitlines: JSON strings may hold U+2028 and other separators as they are.
+            for number, line in enumerate(text.split("\n"), 1):
                 if line.strip():
                     yield _document(line, f"{name}, line {number}", recipe)
 
