@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from phalanx.training import checkpoint_folder
 from phalanx.training.checkpoint_folder import FORMAT, VERSION, CheckpointError, Saved
 from tests.training.ranks import run_cases
 
@@ -31,7 +32,10 @@ def test_a_broken_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     entry = {"shape": [2, 3], "dtype": "float32", "boxes": [["a.safetensors", "0", [0, 0], [2, 3]]]}
 
     def written(**changes: object) -> Saved:
-        told = {"format": FORMAT, "version": VERSION, "entries": {"x": {**entry, **changes}}}
+        told = {
+            **dict.fromkeys(checkpoint_folder._SAID),
+            **{"format": FORMAT, "version": VERSION, "entries": {"x": {**entry, **changes}}},
+        }
         (path / "index.json").write_text(json.dumps(told))
         return Saved(path)
 
