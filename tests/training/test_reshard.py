@@ -34,7 +34,9 @@ def test_a_broken_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     def written(**changes: object) -> Saved:
         told = {
             **dict.fromkeys(checkpoint_folder._SAID),
-            **{"format": FORMAT, "version": VERSION, "entries": {"x": {**entry, **changes}}},
+            "format": FORMAT,
+            "version": VERSION,
+            "entries": {"x": {**entry, **changes}},
         }
         (path / "index.json").write_text(json.dumps(told))
         return Saved(path)
