@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -40,6 +38,7 @@ from phalanx.training.checkpoint_folder import (
 from phalanx.training.fragments import by_parameter
 from phalanx.training.hf_names import class_name
 from phalanx.training.parts import is_written_here, parts
+from phalanx.training.random_state import go_on_drawing, random_state
 from phalanx.training.together import Together, most, place_among_all
 from phalanx.training.whole import held, tied_names
 
@@ -100,7 +99,7 @@ def save(
     writer = RankWriter(partial, rank, keep=asynchronous)
     with Together(mesh, "collecting the state"):
         scalars = _collect(engine, writer, exclude_frozen)
-        extra = {"tp": mesh.tp.rank, "dp": mesh.dp.rank, "scalars": scalars, "random": _random_state(writer, mesh)}
+        extra = {"tp": mesh.tp.rank, "dp": mesh.dp.rank, "scalars": scalars, "random": random_state(writer, mesh)}
         about = _about(engine, client_state, exclude_frozen) if rank == 0 else {}
 
     def finish() -> None:
@@ -173,7 +172,7 @@ def load(
     engine.global_steps, engine.skipped_steps = index["global_steps"], index["skipped_steps"]
     # Gradients are not saved: the passes of a step that was not over are run again, as many as this run needs.
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-    _go_on_drawing(engine, path, index)
+    go_on_drawing(engine.mesh, path, index)
     return str(path), index["client_state"]
 
 
@@ -285,18 +284,6 @@ def _buffers(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in engine.module.named_buffers() if name in kept)
 
 
-def _random_state(writer: RankWriter, mesh: Mesh) -> dict[str, Any]:
-    """The states of the generators of this rank; those of torch go to its files."""
-    numpy_kind, numpy_keys, *numpy_rest = np.random.get_state()
-    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(numpy_keys, np.int64))}
-    if mesh.device.type == "cuda":
-        tensors["cuda"] = torch.cuda.get_rng_state(mesh.device)
-    for name, tensor in tensors.items():
-        writer.add(f"random/{writer.rank}/{name}", tuple(tensor.shape), (slice(0, tensor.numel()),), tensor)
-    version, internal, gauss = random.getstate()
-    return {"python": [version, list(internal), gauss], "numpy": [numpy_kind, *numpy_rest]}
-
-
 # Loading.
 
 
@@ -396,39 +383,6 @@ def _read_optimizer(engine: TrainingEngine, saved: Saved) -> None:
             optimizer.state.pop(fragment.tensor, None)
             if state:
                 optimizer.state[fragment.tensor] = state
-
-
-def _go_on_drawing(engine: TrainingEngine, path: Path, index: Mapping[str, Any]) -> None:
-    mesh = engine.mesh
-    if (index["tp"], index["dp"]) != (mesh.tp.size, mesh.dp.size):
-        seed = crc32(f"{index['global_steps']}/{mesh.dp.rank}".encode())
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        _log.info(
-            "the checkpoint is of tensor parallelism %d x data parallelism %d, this run of %d x %d: the random "
-            "generators are seeded anew",
-            index["tp"],
-            index["dp"],
-            mesh.tp.size,
-            mesh.dp.size,
-        )
-        return
-    rank, _ = place_among_all(mesh)
-    told = index["ranks"][rank]["random"]
-    with Saved(path) as saved:
-        states = {
-            name: saved.read(f"random/{rank}/{name}")
-            for name in ("torch", "numpy", "cuda")
-            if f"random/{rank}/{name}" in saved.entries
-        }
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and mesh.device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], mesh.device)
-    version, internal, gauss = told["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, *rest = told["numpy"]
-    np.random.set_state((kind, states["numpy"].numpy().astype(np.uint32), *rest))
 
 
 # Ranks together.
