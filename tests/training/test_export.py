@@ -9,7 +9,7 @@ import pytest
 from tests.training.ranks import run_cases
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_exports_are_the_model(world: int, tmp_path: Path) -> None:
     results = run_cases(["tests.training.export_cases"], world, tmp_path, timeout=600)
     failed = [f"{case} on {world} ranks: {errors[0]}" for case, errors in results.items() if errors]
