@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.distributed.group import Group
 from phalanx.distributed.thread_group import run_threads
 from phalanx.models import InferenceParameter, ParameterBase, TransformerModel
+from phalanx.models.late_sums import set_late_sums
 from phalanx.models.layers import as_prepared
 from phalanx.models.parameters import (
     AttentionOutputParameter,
@@ -214,16 +215,19 @@ def test_what_is_served_shares_no_memory_with_its_source(forced: str | None) -> 
     assert all(torch.equal(value_of(served[name]), before[name]) for name in tensors)
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_bias_of_a_row_layer_is_added_once(world: int) -> None:
+def test_the_bias_of_a_row_layer_is_added_once(world: int, late: bool) -> None:
     weight, bias, x = numbered(HIDDEN, INNER), numbered(HIDDEN) + 1, numbered(3, INNER)
 
     def run(group: Group) -> Tensor:
         it = bare_model(CONFIG, group)
+        set_late_sums(it, late)
         mine = RANKS[world][group.rank][2]
         served = it.transform_mlp_2_param(weight)
         assert served is not None
-        return it.mlp_2(x[:, mine.start : mine.stop].contiguous(), served, it.transform_mlp_2_param(bias))
+        out = it.mlp_2(x[:, mine.start : mine.stop].contiguous(), served, it.transform_mlp_2_param(bias))
+        return group.all_reduce(out) if late else out
 
     for found in run_threads(world, run):
         assert torch.allclose(found, x @ weight.T + bias)
