@@ -30,6 +30,7 @@ def logged(folder: Path, ranks: int, *more: str) -> list[tuple[float, float]]:
     return [(float(loss), float(norm)) for loss, norm in found]
 
 
+@pytest.mark.slow
 def test_the_trainer(tmp_path: Path) -> None:
     alone = logged(tmp_path / "alone", 1, "--per_device_train_batch_size", "4")
     cut = logged(tmp_path / "cut", 2, "--per_device_train_batch_size", "4", "--tp", "2")

@@ -69,6 +69,7 @@ def test_a_run_on_two_ranks_and_its_model_is_served(tiny_folder: Path, tmp_path:
         assert llm.generate("number 7 follows", max_tokens=8, temperature=0)[0].outputs[0].text
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_goes_on_on_other_ranks(tiny_folder: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
