@@ -10,7 +10,8 @@ import triton
 from torch import Tensor
 
 from phalanx.ops import registry
-from phalanx.ops.triton.attention_kernels import decode_kernel, merge_kernel, prefill_kernel
+from phalanx.ops.triton.attention_kernels import decode_kernel, merge_kernel
+from phalanx.ops.triton.attention_prefill_kernel import prefill_kernel
 from phalanx.ops.triton.support import launches_early, multiprocessors, on_gpu
 
 _LOG2_E = math.log2(math.e)

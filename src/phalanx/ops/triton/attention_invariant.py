@@ -18,7 +18,8 @@ from torch import Tensor
 
 from phalanx.ops import registry
 from phalanx.ops.triton.attention import Call, Tile
-from phalanx.ops.triton.attention_kernels import UNALIGNED, VARYING, locate_tile, walk_keys
+from phalanx.ops.triton.attention_kernels import UNALIGNED, VARYING, walk_keys
+from phalanx.ops.triton.attention_prefill_kernel import locate_tile
 from phalanx.ops.triton.support import multiprocessors, on_gpu
 
 # One shape for decodes and prompts, that being the point; its keys divide the 256 of the first pieces.
