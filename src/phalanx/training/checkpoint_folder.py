@@ -36,7 +36,7 @@ FILE_BYTES = 1 << 30
 _POLL_SECONDS = 0.02
 _SAID = {
     *("tp", "dp", "stage", "ranks", "entries", "model_config", "generation_config", "tied", "optimizer"),
-    *("param_groups", "lr_scheduler", "loss_scaler", "global_steps", "skipped_steps", "client_state"),
+    *("rules", "param_groups", "lr_scheduler", "loss_scaler", "global_steps", "skipped_steps", "client_state"),
 }
 """What every index says."""
 

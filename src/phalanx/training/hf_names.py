@@ -12,6 +12,15 @@ from torch import Tensor, nn
 from phalanx.parallel.adapters import adapted_path
 
 
+def json_of(config: Any) -> dict[str, Any] | None:
+    """A config of transformers as JSON values; None for anything else."""
+    to_json = getattr(config, "to_json_string", None)
+    if to_json is None:
+        return None
+    found: dict[str, Any] = json.loads(to_json(use_diff=False))
+    return found
+
+
 def stored_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """`tensors` of the state of `model`, a model of transformers, as its published checkpoints name and shape them.
 

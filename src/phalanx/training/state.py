@@ -36,7 +36,7 @@ from phalanx.training.checkpoint_folder import (
     partial_folder,
 )
 from phalanx.training.fragments import by_parameter
-from phalanx.training.hf_names import class_name
+from phalanx.training.hf_names import class_name, json_of
 from phalanx.training.parts import is_written_here, parts
 from phalanx.training.random_state import go_on_drawing, random_state
 from phalanx.training.together import Together, most, place_among_all
@@ -164,6 +164,8 @@ def load(
             _read_optimizer(engine, saved)
     engine.refresh_parameters()
     index = saved.index
+    if index["tp"] == mesh.tp.size and index["rules"] != _rules_mark(engine):
+        _log.info("%s was cut by other rules than this run is; its tensors are whole, so it goes on", path)
     if module_only:
         return str(path), index["client_state"]
     if scheduler and engine.lr_scheduler is not None and index["lr_scheduler"] is not None:
@@ -236,8 +238,7 @@ def _about(engine: TrainingEngine, client_state: Mapping[str, Any], exclude_froz
         "tp": engine.mesh.tp.size,
         "dp": engine.mesh.dp.size,
         "stage": engine.zero_optimization_stage(),
-        "model": _fingerprint(engine),
-        "partitions": {name: layout.partition.to_json() for name, layout in engine.registry.items()},
+        "rules": _rules_mark(engine),
         "model_config": None if config is None else {**config, "architectures": [class_name(model)]},
         "generation_config": json_of(getattr(model, "generation_config", None)),
         "frozen_excluded": exclude_frozen,
@@ -263,19 +264,10 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def json_of(config: Any) -> dict[str, Any] | None:
-    """A config of transformers as JSON values; None for anything else."""
-    to_json = getattr(config, "to_json_string", None)
-    if to_json is None:
-        return None
-    found: dict[str, Any] = json.loads(to_json(use_diff=False))
-    return found
-
-
-def _fingerprint(engine: TrainingEngine) -> str:
-    """Of the names and whole shapes of all parameters, however they are cut."""
-    text = "\n".join(f"{name} {list(layout.shape)}" for name, layout in sorted(engine.registry.items()))
-    return hashlib.sha256(text.encode()).hexdigest()
+def _rules_mark(engine: TrainingEngine) -> str:
+    """A hash of how every parameter is cut, however many ranks there are."""
+    cuts = {name: layout.partition.to_json() for name, layout in sorted(engine.registry.items())}
+    return hashlib.sha256(json.dumps(cuts, sort_keys=True).encode()).hexdigest()
 
 
 def _buffers(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
