@@ -16,6 +16,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any
 
+from phalanx.engine.pooling import Pooling
 from phalanx.engine.statistics import EngineStatistics, total
 from phalanx.server.engine_messages import (
     Abort,
@@ -287,7 +288,7 @@ class EngineClient:
         params: dict[str, Any],
         cache_salt: str,
         streamed: bool,
-        pooling: str = "",
+        pooling: Pooling | None = None,
     ) -> int:
         """Sends a prompt; its pieces come into the mailbox under the number that is returned.
 

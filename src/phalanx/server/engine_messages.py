@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from phalanx.engine.pooling import Pooling
 from phalanx.engine.statistics import EngineStatistics
 
 _LENGTH_BYTES = 4
@@ -38,7 +39,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     params: dict[str, Any]
     cache_salt: str
     streamed: bool
-    pooling: str = ""
+    pooling: Pooling | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):

@@ -154,13 +154,9 @@ class EngineLoop:
         self._threads.submit(self._compile, message.number, params.guide)
 
     def _begin(self, message: Submit, params: SamplingParams) -> None:
-        name, pooling = str(message.number), message.pooling or None
+        name = str(message.number)
         self.llm.add_request(
-            message.token_ids,
-            params,
-            request_id=name,
-            cache_salt=message.cache_salt,
-            pooling=pooling,  # type: ignore[arg-type]
+            message.token_ids, params, request_id=name, cache_salt=message.cache_salt, pooling=message.pooling
         )
         self._groups[name] = Running(message.number, message.streamed, self.llm.group_of(name))
 

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from phalanx.config import ConfigError, EngineConfig, engine_config
+from phalanx.engine.pooling import Pooling
 from phalanx.engine.statistics import EngineStatistics, total
 from phalanx.server.engine_client import EngineClient, EngineDead, EngineState, Mailbox
 from phalanx.server.engine_messages import Ready
@@ -119,7 +120,7 @@ class Engines:
         params: dict[str, Any],
         cache_salt: str,
         streamed: bool,
-        pooling: str = "",
+        pooling: Pooling | None = None,
     ) -> int:
         """Sends a prompt to one of them; its pieces come into the mailbox under the number that is returned.
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from phalanx.engine.pooling import Pooling
 from phalanx.engine.sampling_params import SamplingParams
 from phalanx.server.edge import RequestRecord
 from phalanx.server.engine_client import EngineDead, Mailbox
@@ -22,7 +23,7 @@ class Job:
     token_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""
-    pooling: str = ""
+    pooling: Pooling | None = None
 
 
 class Generation:
@@ -75,13 +76,13 @@ class Generation:
             while left:
                 found = []
                 for piece in await mailbox.get():
-                    self._count(piece, places[piece.number])
-                    found.append((places[piece.number], piece))
                     if piece.finish_reason is not None:
                         left[piece.number] -= 1
                         if not left[piece.number]:
                             del left[piece.number]
                             engine.forget(piece.number, aborted=False)
+                    self._count(piece, places[piece.number])
+                    found.append((places[piece.number], piece))
                 yield found
         except EngineDead as error:
             raise ApiError(503, str(error), code="engine_dead", headers={"Retry-After": "5"}) from None

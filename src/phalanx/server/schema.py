@@ -7,15 +7,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from phalanx.config import ConfigError
 from phalanx.engine.guides import Guide
 from phalanx.engine.sampling_params import SamplingParams, sampling_params
 from phalanx.server.errors import ApiError
 
+
+def encodable(text: str) -> str:
+    """The text. Raises ValueError for half a character."""
+    text.encode()
+    return text
+
+
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+ShortText = Annotated[str, StringConstraints(max_length=256), AfterValidator(encodable)]
 BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 
 
@@ -120,17 +128,10 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    user: Annotated[str, StringConstraints(max_length=256)] | None = None
+    user: ShortText | None = None
     """Stands in the log."""
-    cache_salt: Annotated[str, StringConstraints(max_length=256)] | None = None
+    cache_salt: ShortText | None = None
     """Only requests of the same salt share cached prompts."""
-
-    @field_validator("cache_salt", "user")
-    @classmethod
-    def _encodable(cls, value: str | None) -> str | None:
-        if value is not None:
-            value.encode()
-        return value
 
     @model_validator(mode="after")
     def _streamed(self) -> Sampling:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, Field, StringConstraints, field_validator
+from pydantic import BaseModel, Field, StringConstraints
 
-from phalanx.server.schema import Strict
+from phalanx.server.schema import ShortText, Strict
 from phalanx.server.schema_completions import Ids
 
 
@@ -24,15 +24,8 @@ class EmbeddingRequest(Strict):
     """Beyond OpenAI: ``dimensions`` may cut the embedding off."""
     pooling: Literal["last", "mean"] | None = None
     """Beyond OpenAI: the last token's state (default), or the mean of all."""
-    user: Annotated[str, StringConstraints(max_length=256)] | None = None
-    cache_salt: Annotated[str, StringConstraints(max_length=256)] | None = None
-
-    @field_validator("cache_salt", "user")
-    @classmethod
-    def _encodable(cls, value: str | None) -> str | None:
-        if value is not None:
-            value.encode()
-        return value
+    user: ShortText | None = None
+    cache_salt: ShortText | None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
         """All of them."""

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from phalanx.server.errors import ApiError
-from phalanx.server.schema import Strict
+from phalanx.server.schema import ShortText, Strict
 from phalanx.server.schema_chat import ChatRequest, FunctionName
 
 _Id = Annotated[str, StringConstraints(max_length=256)]
@@ -193,8 +193,8 @@ class ResponsesRequest(Strict):
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[dict[Annotated[str, StringConstraints(max_length=64)], str], Field(max_length=16)] | None = None
     """Comes back with the answer."""
-    user: Annotated[str, StringConstraints(max_length=256)] | None = None
-    cache_salt: Annotated[str, StringConstraints(max_length=256)] | None = None
+    user: ShortText | None = None
+    cache_salt: ShortText | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("store", "background")
