@@ -68,7 +68,7 @@ class LLM:
         self.tokenizer = opened.tokenizer()
         self.name = opened.name
         asynchronous = settings.loop == "async" or (settings.loop == "auto" and self.engine.model.device.type != "cpu")
-        self.core = EngineCore(self.engine, asynchronous, _push_text)
+        self.core = EngineCore(self.engine, asynchronous, Request.push_text)
         self._maker = RequestMaker(self.engine, self.tokenizer, opened.eos_token_ids(), settings)
         self._groups: dict[str, RequestGroup] = {}
         self._update: WeightUpdate | None = None
@@ -242,18 +242,7 @@ class LLM:
 
     def stats(self) -> EngineStatistics:
         """What runs, what waits and what the KV pool holds now, and counts since the start."""
-        scheduler, pool = self.core.scheduler, self.engine.kv.pool
-        return EngineStatistics(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            free_blocks=pool.num_free,
-            total_blocks=pool.num_blocks - 1,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
-            preemptions=scheduler.num_preemptions,
-            generated_tokens=self.core.generated_tokens,
-            steps=self.core.steps,
-        )
+        return EngineStatistics.of(self.core)
 
     def update_weights(self, weights: Weights, group: Group | None = None) -> None:
         """Other weights for the same model, from the memory of the ranks that train it; cached prompts are forgotten.
@@ -409,8 +398,3 @@ class LLM:
             self._team.group.check()
         except RuntimeError:
             self.close()
-
-
-def _push_text(request: Request, token: int) -> str | None:
-    """Feeds a request's text, where it has one that is read as it comes."""
-    return request.text.push(token) if request.text is not None else None

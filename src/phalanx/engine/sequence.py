@@ -122,6 +122,10 @@ class Request(Sequence):
         """Whether the tokens drawn so far, unread ones included, are all that it may have."""
         return self.num_tokens - self.prompt_len >= self.max_tokens
 
+    def push_text(self, token: int) -> str | None:
+        """Feeds its text, where it has one that is read as it comes; the stop text that the token completes."""
+        return self.text.push(token) if self.text is not None else None
+
     @property
     def is_running(self) -> bool:
         return self.status is Status.RUNNING

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from phalanx.engine.core import EngineCore
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, array_like=True):
@@ -29,6 +33,22 @@ class EngineStatistics(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int
     generated_tokens: int
     steps: int
+
+    @classmethod
+    def of(cls, core: EngineCore) -> EngineStatistics:
+        """How it stands with an engine now."""
+        scheduler, pool = core.scheduler, core.kv.pool
+        return cls(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_blocks=pool.num_free,
+            total_blocks=pool.num_blocks - 1,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.num_preemptions,
+            generated_tokens=core.generated_tokens,
+            steps=core.steps,
+        )
 
     @property
     def kv_usage(self) -> float:
