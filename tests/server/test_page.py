@@ -246,6 +246,7 @@ def test_reasoning_and_tool_calls(page, stub):
     expect(article.locator(".thought .text")).to_have_text("Let me see.")
     ask(page, "And?")
     expect(article).to_have_count(2)
+    expect(article.nth(1).locator(".call")).to_have_text('Calls weather{"city": "Rome"}')
     assert stub.asked[0]["tools"] == [{"type": "function", "function": {"name": "weather"}}]
     assert stub.asked[1]["messages"][1]["tool_calls"] == [
         {"id": "call-1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}

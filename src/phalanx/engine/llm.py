@@ -192,7 +192,7 @@ class LLM:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
-        pooling: Pooling | None = None,
+        pooling: str | None = None,
     ) -> str:
         """Queues a prompt for ``step`` and returns its request id. With ``pooling``, its embedding is what is wanted.
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from phalanx.engine.pooling import Pooling
 from phalanx.engine.statistics import EngineStatistics
 
 _LENGTH_BYTES = 4
@@ -39,7 +38,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     params: dict[str, Any]
     cache_salt: str
     streamed: bool
-    pooling: Pooling | None = None
+    pooling: str | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
