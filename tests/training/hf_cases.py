@@ -26,6 +26,7 @@ from transformers import (
 from phalanx.config import ConfigError
 from phalanx.training.hf import TPTrainerMixin
 from tests.parallel.models import tiny_model
+from tests.tiny_tokenizer import tiny_tokenizer
 
 SAMPLES, EVALUATED, STEPS = 40, 10, 10
 
@@ -276,6 +277,26 @@ def refused() -> None:
             trainer_of(MixedTrainer, shared() / "refused", config=config, **more)
 
 
+def tokenizer_by_its_old_name() -> None:
+    """`tokenizer=` is `processing_class=`, unless a Trainer has an argument of this name."""
+
+    class Own(Trainer):
+        def __init__(self, *args: Any, tokenizer: Any = None, **kwargs: Any) -> None:
+            self.own = tokenizer
+            super().__init__(*args, **kwargs)
+
+    class MixedOwn(TPTrainerMixin, Own): ...
+
+    tokenizer = tiny_tokenizer()
+    arguments = TrainingArguments(output_dir=str(shared() / "names"), use_cpu=True, report_to=[])
+    given: dict[str, Any] = {"model": build(), "args": arguments, "tokenizer": tokenizer}
+    assert MixedTrainer(**given).processing_class is tokenizer
+    mixed = MixedOwn(**given)
+    assert mixed.own is tokenizer and mixed.processing_class is None
+    with pytest.raises(ConfigError, match="give one of them"):
+        MixedTrainer(**given, processing_class=tokenizer)
+
+
 def config_decides() -> None:
     """The optimizer and the schedule of the config, with what the arguments fill in."""
     launched()
@@ -332,7 +353,7 @@ def evaluated_trained_and_trained_again(tp: int, dp: int, stage: int) -> None:
 def every_case(world: int) -> dict[str, Callable[[], None]]:
     if world == 1:
         found = {f"stock {name}": partial(stock, name) for name in KINDS}
-        return {**found, "stock generates": stock_generates}
+        return {**found, "stock generates": stock_generates, "tokenizer": tokenizer_by_its_old_name}
     grids = {2: [(2, 1, 0), (1, 2, 1)], 4: [(2, 2, 0), (2, 2, 1), (2, 2, 2), (2, 2, 3)]}[world]
     found = {}
     if world == 2:
@@ -354,7 +375,7 @@ def every_case(world: int) -> dict[str, Callable[[], None]]:
 def cases(world: int) -> dict[str, Callable[[], None]]:
     """Those that are quick enough to run each time; `hf_all_cases` has all."""
     names = {
-        1: ["stock fp32"],
+        1: ["stock fp32", "tokenizer"],
         2: [
             "stock fp32 on two ranks",
             "trained again",

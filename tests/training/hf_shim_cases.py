@@ -8,7 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from tests.training.hf_cases import launched, read, reloaded, shared, told, trainer_of
 
@@ -59,6 +59,22 @@ def trains_alike(tp: int, dp: int, stage: int) -> None:
     assert [entry for entry in told(again) if "loss" in entry] == got
 
 
+def resized_at_stage_3() -> None:
+    """transformers then resizes embeddings within `deepspeed.zero.GatheredParameters`, the biases that are not there
+    among them."""
+    launched()
+    arguments = TrainingArguments(
+        output_dir=str(shared() / "resized"), use_cpu=True, report_to=[], deepspeed=config_of(1, 3)
+    )
+    model = AutoModelForCausalLM.from_pretrained(shared() / "start", dtype=torch.float32)
+    head = model.get_output_embeddings().weight.detach().clone()
+    model.resize_token_embeddings(len(head) + 1, mean_resizing=False)
+    trainer = Trainer(model=model, args=arguments)
+    grown = trainer.model.get_output_embeddings().weight
+    assert len(grown) == len(head) + 1 and torch.equal(grown[:-1], head)
+
+
 def cases(world: int) -> dict[str, Callable[[], None]]:
     grids = {2: [(2, 1, 1), (1, 2, 3)], 4: [(2, 2, 2)]}[world]
-    return {f"shim with tp, dp, stage {grid}": partial(trains_alike, *grid) for grid in grids}
+    found: dict[str, Callable[[], None]] = {"resized": resized_at_stage_3} if world == 2 else {}
+    return found | {f"shim with tp, dp, stage {grid}": partial(trains_alike, *grid) for grid in grids}

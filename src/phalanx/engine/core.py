@@ -19,7 +19,7 @@ from phalanx.engine.inference_engine import InferenceEngine
 from phalanx.engine.runner import StepResult
 from phalanx.engine.sampler import RowLogprobs, SampledRows
 from phalanx.engine.scheduler import Scheduler
-from phalanx.engine.sequence import Request
+from phalanx.engine.sequence import Request, Status
 from phalanx.engine.step import (
     LOGITS_ALL,
     LOGITS_LAST,
@@ -146,27 +146,30 @@ class EngineCore:
             rows.append(row)
             request.num_computed += count
             request.last_step = self._step_id
-            request.pending += row.draw
-            masked |= row.draw and request.guide is not None
+            if row.draw:
+                request.pending += 1
+                masked = masked or request.guide is not None
         step = Step(self._step_id, rows, writes, samplers, masked=masked)
         self._step_id += 1
         return Flight(step, list(scheduled), self.engine.executor.launch(step))
 
     def _row(self, request: Request, count: int) -> Row:
-        start = request.num_computed
+        start, prompt_len = request.num_computed, request.prompt_len
         draw = start + count == len(request.tokens) + request.pending and request.max_tokens > 0
-        logits = LOGITS_LAST if draw else LOGITS_NONE
-        if start < request.prompt_len and request.params.prompt_logprobs is not None:
-            logits = LOGITS_ALL
+        logits, pool = LOGITS_LAST if draw else LOGITS_NONE, POOL_NONE
+        if start < prompt_len:
+            if request.params.prompt_logprobs is not None:
+                logits = LOGITS_ALL
+            if request.pooling == "mean":
+                pool = POOL_SUM
+            elif request.pooling and start + count == prompt_len:
+                pool = POOL_LAST
         sent, held = request.sent_blocks, len(request.blocks[0])
         new: list[list[int]] = []
         if held > sent:
             request.sent_blocks = held
             new = [blocks[sent:] for blocks in request.blocks]
-        pool = POOL_SUM if request.pooling == "mean" else POOL_NONE
-        if request.pooling == "last" and start + count == request.prompt_len:
-            pool = POOL_LAST
-        return Row(request.slot, start, count, logits, draw, request.prompt_len, sent, new, pool)
+        return Row(request.slot, start, count, logits, draw, prompt_len, sent, new, pool)
 
     def _sampled(self, flight: Flight) -> tuple[Flight, list[Request]]:
         """The flight with its sampling launched; all tokens before it have been read. And the requests that ended
@@ -196,7 +199,7 @@ class EngineCore:
         self.kv.step_completed(flight.step.step_id)
         for index, (request, row) in enumerate(zip(flight.requests, flight.step.rows, strict=True)):
             # Ended meanwhile: what the step computed for it is discarded.
-            if request.is_finished:
+            if request.status is Status.FINISHED:
                 continue
             end = row.start + row.count
             self.kv.commit(request, end)

@@ -67,14 +67,17 @@ class Scheduler:
         budget = self.token_budget
         answers: list[tuple[Request, int]] = []
         prompts: list[tuple[Request, int]] = []
+        # Every running request passes here in every step, so nothing is called that can be said as shortly in place.
         for request in self.running:
-            if not (request.pending and request.at_limit):
-                left = len(request.tokens) + request.pending - request.num_computed
+            pending = request.pending
+            known = len(request.tokens) + pending
+            if not pending or known - request.prompt_len < request.max_tokens:
+                left = known - request.num_computed
                 (prompts if left > 1 else answers).append((request, left))
         for request, left in (*answers, *prompts):
-            count = min(left, budget)
+            count = left if left < budget else budget
             # A request may have been preempted for one before it.
-            if count < 1 or not request.is_running:
+            if count < 1 or request.slot < 0:
                 continue
             if not self.kv.allocate(request, count):
                 if not drained:

@@ -8,6 +8,7 @@ MyTrainer(model=model, args=TrainingArguments(...), phalanx_config={"tensor_para
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import random
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from phalanx.config import ConfigError
 from phalanx.distributed.mesh import Mesh
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.registry import LayoutRegistry
@@ -47,6 +49,7 @@ class TPTrainerMixin:
 
     phalanx_config: a DeepSpeed config (a dict, the path of a JSON file, or base64; `{}` if left out). What
     TrainingArguments know may be `"auto"` or left out; what is there must not contradict them.
+    tokenizer: what `processing_class` was called in transformers 4; a Trainer that takes it by this name gets it so.
 
     Raises ConfigError (a ValueError) for a config or arguments that cannot be followed.
     """
@@ -64,6 +67,10 @@ class TPTrainerMixin:
         self._registries: WeakKeyDictionary[nn.Module, LayoutRegistry] = WeakKeyDictionary()
         self._flops_scale = 1.0
         self._random_at_checkpoint: tuple[Any, ...] | None = None
+        if "tokenizer" in kwargs and not _takes_tokenizer(type(self)):
+            if kwargs.get("processing_class") is not None:
+                raise ConfigError("tokenizer is the old name of processing_class: give one of them")
+            kwargs["processing_class"] = kwargs.pop("tokenizer")
         super().__init__(*args, **kwargs)
 
     @property
@@ -228,6 +235,11 @@ class TPTrainerMixin:
         if self.engine is None:
             raise RuntimeError(f"{what} needs a model that is being trained: call train() first")
         return self.engine
+
+
+def _takes_tokenizer(kind: type) -> bool:
+    """Whether a Trainer behind the mixin has an argument of this name."""
+    return any("tokenizer" in inspect.signature(each.__init__).parameters for each in kind.__mro__[:-1])
 
 
 def _random_state() -> tuple[Any, ...]:

@@ -114,13 +114,15 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
 class GatheredParameters:
     """`with GatheredParameters(params, modifier_rank=0):` for parameters that no engine has sharded: they are whole.
 
-    At the end, what `modifier_rank` has written goes to all ranks. Raises ValueError for sharded parameters.
+    At the end, what `modifier_rank` has written goes to all ranks. None among `params` (a bias that is not there) is
+    passed over. Raises ValueError for sharded parameters.
     """
 
     def __init__(
-        self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None, **_: Any
+        self, params: nn.Parameter | Iterable[nn.Parameter | None], modifier_rank: int | None = None, **_: Any
     ) -> None:
-        self._params = [params] if isinstance(params, Tensor) else list(params)
+        given = [params] if isinstance(params, Tensor) else params
+        self._params = [parameter for parameter in given if parameter is not None]
         self._modifier = modifier_rank
         if any(isinstance(parameter, DTensor) for parameter in self._params):
             raise ValueError("these parameters are sharded by an engine: use `with engine.gathered_parameters(names)`")
