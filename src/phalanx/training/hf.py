@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from phalanx.config import ConfigError
 from phalanx.distributed.mesh import Mesh
-from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.registry import LayoutRegistry
 from phalanx.training.adapter_export import is_adapted
 from phalanx.training.config import TrainingConfig
+from phalanx.training.cutting import cut
 from phalanx.training.engine import TrainingEngine
 from phalanx.training.fused_head import join_head, scores_tokens
 from phalanx.training.hf_accelerator import MeshAccelerator
@@ -140,16 +140,7 @@ class TPTrainerMixin:
                 )
             count = getattr(model, "num_parameters", lambda **_: 1)
             whole = count(exclude_embeddings=True)
-            self._registries[model] = parallelize(
-                model,
-                self.mesh,
-                config=rules.partition_config,
-                preset=rules.preset_model,
-                verify=rules.verify,
-                sequence_parallel=rules.sequence_parallel,
-                gather_logits=rules.gather_logits,
-                sum_gradients=False,
-            )
+            self._registries[model] = cut(model, self.mesh, self._settings)
             for module in scored:
                 join_head(module)
             self._flops_scale = whole / max(1, count(exclude_embeddings=True)) / self._settings.tp_size
@@ -239,7 +230,7 @@ class TPTrainerMixin:
 
 def _takes_tokenizer(kind: type) -> bool:
     """Whether a Trainer behind the mixin has an argument of this name."""
-    return any("tokenizer" in inspect.signature(each.__init__).parameters for each in kind.__mro__[:-1])
+    return any("tokenizer" in inspect.signature(each).parameters for each in kind.__mro__[:-1])
 
 
 def _random_state() -> tuple[Any, ...]:
