@@ -114,12 +114,56 @@ def differing_updates() -> None:
     engine.destroy()
 
 
+def one_wrong_rank(train_tp: int, first: bool) -> None:
+    """What is wrong on one rank is the same error on both, at once, and the old weights answer as before; in the first
+    update and in a later one, where the ranks give together and where they serve together."""
+    engine = trained("llama_tied", train_tp, 0)
+    folder = whole_model(engine, Path(sys.argv[3]) / f"wrong-{train_tp}-{first}")
+    group: Any = Mesh.build(2).tp if train_tp == 1 else SoloGroup()
+    llm = LLM(str(folder), group=group, tensor_parallel_size=group.size, **ENGINE)
+    shards = dict(engine.shards().items())
+    if not first:
+        llm.update_weights(shards, engine.mesh.tp)
+    before = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, max_tokens=8, ignore_eos=True)]
+    step(engine)
+    name, other = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+    partition, up = shards[name]
+    faults: list[tuple[str, dict[str, Any]]] = [
+        (name, {name: (partition, up[:-1])}),
+        ("unpack", {other: None}),
+        ("first update" if not first else "model.more", {"model.more": shards[other]}),
+    ]
+    if train_tp == 2:
+        faults.append(("float16", {name: (partition, up.half())}))
+    began = time.monotonic()
+    for said, wrong in faults:
+        given = {**engine.shards(), **(wrong if dist.get_rank() else {})}
+        with pytest.raises((ValueError, TypeError)) as caught:
+            llm.update_weights(given, engine.mesh.tp)
+        told: list[Any] = [None, None]
+        dist.all_gather_object(told, str(caught.value))
+        assert said in told[0] and told[1] in told[0], told
+    assert time.monotonic() - began < 10
+    got = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, max_tokens=8, ignore_eos=True)]
+    assert got == before
+    if train_tp == 2:
+        if dist.get_rank() == 1:
+            llm.add_request([5, 6], {"max_tokens": 2})
+        with pytest.raises((RuntimeError, ValueError), match="run or wait"):
+            llm.update_weights(engine.shards(), engine.mesh.tp)
+    llm.close()
+    engine.destroy()
+
+
 def cases(world: int) -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {}
     for name in MODELS:
         for train_tp, serve_tp in [(2, 2), (2, 1), (1, 2)]:
             found[f"{name} from TP {train_tp} to TP {serve_tp}"] = partial(move, name, train_tp, serve_tp)
     found["updates that differ"] = differing_updates
+    for train_tp in (1, 2):
+        for first in (True, False):
+            found[f"one wrong rank, TP {train_tp}, first {first}"] = partial(one_wrong_rank, train_tp, first)
     found["llama at ZeRO 3"] = partial(move, "llama_tied", 1, 2, 3)
     found["llama in bf16"] = partial(move, "llama_tied", 2, 1, 2, bf16={"enabled": True})
     return found

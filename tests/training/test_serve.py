@@ -35,7 +35,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         narrow = {**weights, "model.norm.weight": (Partition.replicate(), torch.ones(3))}
         with pytest.raises(ValueError, match=r"model\.norm\.weight"):
             llm.update_weights(narrow, SoloGroup())
-        # What came before the error has changed, so nothing that was computed with the old weights is used.
+        assert llm.generate([[5, 6]], max_tokens=4)[0].outputs[0].token_ids == expected
+        # Nothing that was computed with weights before an update is used after it, not even after one that failed.
         llm.generate([[5, 6, 7, 8, 9, 10, 11, 12, 13]], max_tokens=1)
         assert llm.engine.kv.pool.num_cached
         with pytest.raises(ValueError, match=r"model\.norm\.weight"):

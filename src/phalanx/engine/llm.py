@@ -17,6 +17,7 @@ from phalanx.engine.build import assemble_engine
 from phalanx.engine.core import EngineCore
 from phalanx.engine.executor import RemoteError
 from phalanx.engine.guides import GuideCompiler
+from phalanx.engine.offered_weights import Weights
 from phalanx.engine.opened_model import OpenedModel
 from phalanx.engine.outputs import Chunk, RequestOutput
 from phalanx.engine.pooling import Pooling
@@ -27,7 +28,7 @@ from phalanx.engine.sampling_params import SamplingParams, sampling_params
 from phalanx.engine.sequence import Request
 from phalanx.engine.statistics import EngineStatistics
 from phalanx.engine.step import Fail, Return
-from phalanx.engine.weight_update import Weights, WeightUpdate
+from phalanx.engine.weight_update import WeightUpdate
 
 log = logging.getLogger("phalanx")
 
@@ -256,22 +257,21 @@ class LLM:
 
         Raises:
             RuntimeError: requests run or wait, the engine was closed, or it started its ranks by itself.
-            ValueError, WeightError: weights that are not of this model.
+            ValueError, WeightError: weights that are not of this model, or not like those of the first update. What is
+                wrong on one rank is raised on all of them, and the old weights stay.
         """
         self.engine.check_open()
-        if self.has_work:
-            raise RuntimeError("update_weights while requests run or wait: finish or abort them first")
         if self._team.ranks is not None:
             raise RuntimeError(
                 "update_weights: this engine started its ranks by itself, so they cannot be given shards; make it on "
                 "all ranks of the training run, with group="
             )
         if self._update is None:
-            self._update = WeightUpdate(self.engine.model, self.engine.policy_name)
+            self._update = WeightUpdate(self.engine.model, self.engine.policy_name, self.engine.group)
         try:
-            self._update(weights, self.engine.group if group is None else group)
+            self._update(weights, self.engine.group if group is None else group, busy=self.has_work)
         finally:
-            # Also of an update that failed half-way: what is cached belongs to the weights before.
+            # Also where a rank has died half-way: what is cached belongs to the weights before.
             self.engine.kv.pool.drop_cached()
         self.engine.group.barrier()
 

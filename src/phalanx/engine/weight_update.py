@@ -8,16 +8,15 @@ not travel. What arrives goes the checkpoint's way again (cut, fused, quantised)
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.distributed.group import Group
+from phalanx.engine.offered_weights import Alike, Fact, Weights, facts_of, shapes_on_all, told
 from phalanx.layout.boxes import Box, meeting, relative, sizes, without
 from phalanx.layout.partition import Partition, local_shape, pieces
 from phalanx.models.base import TransformerModel
@@ -26,10 +25,6 @@ from phalanx.models.parameter import InferenceParameter
 from phalanx.models.policy import POLICIES, policy_for
 from phalanx.parallel.loading import spellings
 from phalanx.weights.source import TensorInfo, WeightSource
-
-Weights = Mapping[str, tuple[Partition, Tensor]]
-"""Name of a checkpoint tensor -> how it is cut over the source group, and this rank's shard. It may be lazy: an update
-looks each up once, in the mapping's order, on all ranks (the first update twice)."""
 
 
 class _Announced(WeightSource):
@@ -122,59 +117,59 @@ class WeightUpdate:
     Args:
         model: serves on this rank.
         policy_name: of the policy that built it.
+        served: the ranks that serve the model together.
     """
 
-    def __init__(self, model: TransformerModel, policy_name: str) -> None:
+    def __init__(self, model: TransformerModel, policy_name: str, served: Group) -> None:
         self.model = model
         self._policy = next((p for p in POLICIES.values() if p.__name__ == policy_name), policy_for(model.config))
+        self._served = served
         self._plan: Plan | None = None
 
-    def __call__(self, weights: Weights, group: Group) -> None:
-        """Brings the weights in; called by all ranks of the source group at the same time.
+    def __call__(self, weights: Weights, group: Group, *, busy: bool = False) -> None:
+        """Brings the weights in; called at the same time by all ranks of the source group and of the model.
 
-        Raises:
-            WeightError: tensors that the model does not know or lacks; nothing was changed then.
-            ValueError: one that is cut, shaped or stored otherwise than in the first update; what came before it has
-                been changed.
+        Args:
+            busy: whether this rank computes with the old weights still.
+
+        Raises, on all of these ranks, and before anything is changed:
+            RuntimeError: a rank is busy.
+            WeightError: tensors that the model does not know or lacks.
+            ValueError: one that is cut, shaped or stored otherwise than on other ranks or than in the first update; on
+                a rank where nothing is wrong, what is wrong on another.
         """
-        if self._plan is None:
-            self._plan = self._planned(weights, group)
-        plan = self._plan
-        names, size = list(weights), len(next(iter(plan.locals.values())))
-        differs = int(names != list(plan.infos) or group.size != size)
-        # Told to all: one that raised alone would leave the others waiting.
-        if int(group.all_reduce(torch.tensor([differs], device=self.model.device), "max")):
-            raise ValueError(
-                f"an update has the {len(plan.infos)} names, their order and the {size} ranks of the first update: "
-                f"given {len(names)} names over {group.size} ranks here"
-                + ("" if differs else "; on another rank they differ")
-            )
+        with self._alike(group):
+            if busy:
+                raise RuntimeError("update_weights while requests run or wait: finish or abort them first")
+            facts = facts_of(weights)
+            if self._plan is None and not facts:
+                raise ValueError("an update without tensors: give those of the whole model")
+            if self._plan is not None:
+                _check_as_planned(self._plan, facts, group)
+        plan = self._plan = self._plan or self._planned(facts, group)
         arrived = Arrived(plan.infos, plan.reads)
         for old, name, fresh in self._fed(arrived, self._brought(weights, arrived, plan, group)):
             put(old, name, fresh, in_place=self.model.device.type != "cpu")
 
-    def _planned(self, weights: Weights, group: Group) -> Plan:
-        partitions: dict[str, Partition] = {}
-        mine: dict[str, tuple[int, ...]] = {}
-        dtypes: dict[str, torch.dtype] = {}
-        for name in weights:
-            partitions[name], shard = weights[name]
-            mine[name], dtypes[name] = tuple(shard.shape), shard.dtype
-        if not partitions:
-            raise ValueError("an update without tensors: give those of the whole model")
-        told = _told(group, {name: list(shape) for name, shape in mine.items()}, self.model.device)
-        shapes = {name: [tuple(each[name]) for each in told] for name in partitions}
-        infos = {
-            name: TensorInfo(whole_shape(name, partitions[name], shapes[name], group.size), dtypes[name])
-            for name in partitions
-        }
-        noted = Noted(infos)
-        for _ in self._fed(noted, iter(infos)):
-            pass
+    def _alike(self, group: Group) -> Alike:
+        return Alike({"that give the weights": group, "of the engine": self._served}, self.model.device)
+
+    def _planned(self, facts: Mapping[str, Fact], group: Group) -> Plan:
+        device = self.model.device
+        with self._alike(group):
+            shapes = shapes_on_all(facts, group, device)
+            infos = {
+                name: TensorInfo(whole_shape(name, fact.partition, shapes[name], group.size), fact.dtype)
+                for name, fact in facts.items()
+            }
+            noted = Noted(infos)
+            for _ in self._fed(noted, iter(infos)):
+                pass
         needs = [
             {name: [_box(*sides) for sides in boxes] for name, boxes in each.items()}
-            for each in _told(group, {name: _sides(boxes) for name, boxes in noted.boxes.items()}, self.model.device)
+            for each in told(group, {name: _sides(boxes) for name, boxes in noted.boxes.items()}, device)
         ]
+        partitions = {name: fact.partition for name, fact in facts.items()}
         gives = {
             name: given_boxes(partitions[name], info.shape, [each[name] for each in needs])
             for name, info in infos.items()
@@ -205,12 +200,6 @@ class WeightUpdate:
         """Has every tensor come, one after the other, and says its name when it is there."""
         for name in plan.infos:
             partition, shard = weights[name]
-            known = (plan.partitions[name], plan.locals[name][group.rank], plan.infos[name].dtype)
-            if (partition, tuple(shard.shape), shard.dtype) != known:
-                raise ValueError(
-                    f"{name} is {shard.dtype} {list(shard.shape)}, cut by {partition.kind}; in the first update it was "
-                    f"{known[2]} {list(known[1])}, cut by {known[0].kind}: make another engine for another layout"
-                )
             shape, gives = plan.infos[name].shape, plan.gives[name]
             own = pieces(partition, shape, group.rank, group.size)
             here = [(piece.global_slices, shard.detach()[piece.local_slices]) for piece in own]
@@ -225,6 +214,22 @@ class WeightUpdate:
                         here += [(box, part.view(sizes(box))) for box, part in zip(boxes, parts, strict=True)]
             arrived.hold(name, here)
             yield name
+
+
+def _check_as_planned(plan: Plan, facts: Mapping[str, Fact], group: Group) -> None:
+    """Raises ValueError for weights that are not like those of the first update."""
+    size = len(next(iter(plan.locals.values())))
+    if list(facts) != list(plan.infos) or group.size != size:
+        raise ValueError(
+            f"an update has the {len(plan.infos)} names, their order and the {size} ranks of the first update: given "
+            f"{len(facts)} names over {group.size} ranks here"
+        )
+    for name, fact in facts.items():
+        known = Fact(plan.partitions[name], plan.locals[name][group.rank], plan.infos[name].dtype)
+        if fact != known:
+            raise ValueError(
+                f"{name} is {fact}; in the first update it was {known}: make another engine for another layout"
+            )
 
 
 def put(container: LayerContainer, name: str, fresh: InferenceParameter, *, in_place: bool) -> None:
@@ -287,15 +292,6 @@ def _cut_out(here: Iterable[tuple[Box, Tensor]], box: Box) -> Tensor:
         if meeting(there, box) == box:
             return values[relative(box, there)]
     raise ValueError(f"box {box} is not held here")
-
-
-def _told(group: Group, value: Any, device: torch.device) -> list[Any]:
-    """Every rank's value, of JSON."""
-    if group.size == 1:
-        return [json.loads(json.dumps(value))]
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    counts = group.all_gather(torch.tensor([mine.numel()], device=device)).tolist()
-    return [json.loads(bytes(part.tolist())) for part in group.all_gather(mine, 0, counts).split(counts)]
 
 
 def _sides(boxes: Iterable[Box]) -> list[list[list[int]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +35,13 @@ class Shards(Mapping[str, tuple[Partition, Tensor]]):
             if self._compute is not None and value.is_floating_point():
                 value = value.to(self._compute)
         return self._registry[name].partition, value
+
+    def fact(self, name: str) -> tuple[Partition, tuple[int, ...], torch.dtype]:
+        """The partition, and the shard's shape and dtype, without looking it up: a rank may ask by itself."""
+        value = self._parameters[name]
+        casts = isinstance(value, DTensor) and self._compute is not None and value.is_floating_point()
+        dtype = self._compute if casts and self._compute is not None else value.dtype
+        return self._registry[name].partition, tuple(value.shape), dtype
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
