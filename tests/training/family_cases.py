@@ -45,6 +45,7 @@ FACTORS: dict[str, list[Any]] = {
     "passes": [1, 4],
     "clip": [0.0, 0.5],
     "sequence_parallel": [False, True],
+    "overlap": [False, True],
     "kv_heads": [None, 1, 2, 3],
     "vocab_size": [103, 1003],
     "tied": [None, False, True],
@@ -102,7 +103,11 @@ def check(row: Row) -> None:
         "zero_optimization": {"stage": row["stage"], "reduce_bucket_size": 3000},
         # Plain SGD has no state to shard; DeepSpeed wants this said.
         "zero_allow_untested_optimizer": True,
-        "tensor_parallel": {"autotp_size": row["tp"], "sequence_parallel": row["sequence_parallel"]},
+        "tensor_parallel": {
+            "autotp_size": row["tp"],
+            "sequence_parallel": row["sequence_parallel"],
+            "tp_overlap_comm": row["overlap"],
+        },
     }
     engine, _, _, _ = phalanx.initialize(model=model, optimizer=optimizer, config=config)
     got = engine_loop(engine, language_loss, steps)
@@ -137,6 +142,7 @@ def rows(world: int) -> list[Row]:
 def full_rows(world: int, family: str = "llama") -> list[Row]:
     tps = [tp for tp in FACTORS["tp"] if tp <= world]
     factors = {**FACTORS, "family": [family], "tp": tps, "kv_heads": [1, 2, 3], "tied": [False, True]}
+    factors["overlap"] = [False]
     values = itertools.product(*factors.values())
     return [dict(zip(factors, each, strict=True)) for each in values]
 

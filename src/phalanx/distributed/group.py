@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
 from torch import Tensor
 
 Reduction = Literal["sum", "max"]
+Pending = Callable[[], Tensor]
+"""A collective that has started: waits for it and returns its result."""
 
 
 class GroupError(RuntimeError):
@@ -56,6 +58,16 @@ class Group(ABC):
         """
         start, length = scatter_range(self, t, dim, sizes)
         return self.all_reduce(t).narrow(dim, start, length).contiguous()
+
+    def start_all_reduce(self, t: Tensor) -> Pending:
+        """`all_reduce`, while the caller goes on; until it is over, `t` is nobody's to read or write."""
+        out = self.all_reduce(t)
+        return lambda: out
+
+    def start_reduce_scatter(self, t: Tensor, dim: int, sizes: Sequence[int]) -> Pending:
+        """`reduce_scatter`, while the caller goes on; until it is over, `t` is nobody's to read or write."""
+        out = self.reduce_scatter(t, dim, sizes)
+        return lambda: out
 
     @abstractmethod
     def broadcast(self, t: Tensor, src: int = 0) -> Tensor:

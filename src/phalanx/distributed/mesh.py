@@ -19,6 +19,7 @@ from torch import Tensor
 
 from phalanx.distributed.group import (
     Group,
+    Pending,
     Reduction,
     SoloGroup,
     check_source,
@@ -45,6 +46,7 @@ class TorchGroup(Group):
         self.rank = process_group.rank()
         self.size = process_group.size()
         self._options = {"sum": _options(dist.ReduceOp.SUM), "max": _options(dist.ReduceOp.MAX)}
+        self._beside = _options(dist.ReduceOp.SUM, beside=True)
 
     def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
         mine = t.detach()
@@ -56,6 +58,11 @@ class TorchGroup(Group):
         if work is not None:
             work.wait()
         return out
+
+    def start_all_reduce(self, t: Tensor) -> Pending:
+        out = t.detach().contiguous()
+        work = self.process_group.allreduce([out], self._beside)
+        return _Started(work, out)
 
     def all_gather(self, t: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         dim, sizes = gather_sizes(self, t, dim, sizes)
@@ -87,6 +94,17 @@ class TorchGroup(Group):
         out = mine.new_empty(mine.shape[0] // self.size, *mine.shape[1:])
         _scatter_into(out, mine, dist.ReduceOp.SUM, self.process_group)
         return out
+
+    def start_reduce_scatter(self, t: Tensor, dim: int, sizes: Sequence[int]) -> Pending:
+        start, length = scatter_range(self, t, dim, sizes)
+        if min(sizes) != max(sizes):
+            whole = self.start_all_reduce(t)
+            return lambda: whole().narrow(dim, start, length).contiguous()
+        mine = (t.detach() if dim == 0 else torch.cat(t.detach().chunk(self.size, dim))).contiguous()
+        out = mine.new_empty(mine.shape[0] // self.size, *mine.shape[1:])
+        work = _scatter_into(out, mine, dist.ReduceOp.SUM, self.process_group, async_op=True)
+        # The parts lie one after the other along the first dimension; a part has the shape that is wanted.
+        return _Started(work, out, mine)
 
     def broadcast(self, t: Tensor, src: int = 0) -> Tensor:
         check_source(self, src)
@@ -120,10 +138,24 @@ class TorchGroup(Group):
         dist.destroy_process_group(self.process_group)
 
 
-def _options(op: Any) -> Any:
+class _Started:
+    """A collective on its way, and the tensors that it works on."""
+
+    def __init__(self, work: Any, out: Tensor, *held: Tensor) -> None:
+        self._work, self._out, self._held = work, out, held
+
+    def __call__(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        self._work, self._held = None, ()
+        return self._out
+
+
+def _options(op: Any, beside: bool = False) -> Any:
+    """`beside`: on a stream of its own, not on the one that waits for it."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
-    options.asyncOp = False
+    options.asyncOp = beside
     return options
 
 

@@ -9,17 +9,21 @@ from torch import Tensor, nn
 
 from phalanx.distributed.group import Group
 from phalanx.layout import deal
-from phalanx.parallel import regions
+from phalanx.parallel import overlap, regions
 from phalanx.parallel.attention import RegionRandom
 
 
 class WholeSequence:
-    """Between regions, every rank holds all tokens."""
+    """Between regions, every rank holds all tokens. `overlap`: sums of input gradients travel beside products."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, overlap: bool = False) -> None:
         self.group = group
+        self._overlap = overlap
 
     def enter(self, x: Tensor) -> Tensor:
+        if self._overlap:
+            # Autograd may have given the same gradient to others, who must not see it summed.
+            return overlap.enter(x, lambda x: x, lambda g: self.group.start_all_reduce(g.clone()))
         return regions.copy_in(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -34,14 +38,21 @@ class CutSequence:
     itself may see.
     """
 
-    def __init__(self, group: Group, random: RegionRandom | None) -> None:
+    def __init__(self, group: Group, random: RegionRandom | None, overlap: bool = False) -> None:
         self.group = group
         self._random = random
+        self._overlap = overlap
         self._batch = 0
         self._length = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        return regions.gather_in(x, self.group, *self._tokens(x))
+        dim, sizes = self._tokens(x)
+        if self._overlap:
+            group = self.group
+            return overlap.enter(
+                x, lambda x: group.all_gather(x, dim, sizes), lambda g: group.start_reduce_scatter(g, dim, sizes)
+            )
+        return regions.gather_in(x, self.group, dim, sizes)
 
     def leave(self, x: Tensor) -> Tensor:
         return regions.scatter_out(x, self.group, *self._tokens(x))

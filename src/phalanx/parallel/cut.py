@@ -41,7 +41,13 @@ class Cutter:
     """Cuts one model over one group; `cut` is the whole recipe."""
 
     def __init__(
-        self, model: nn.Module, group: Group, decisions: Mapping[str, Decision], *, sequence_parallel: bool = False
+        self,
+        model: nn.Module,
+        group: Group,
+        decisions: Mapping[str, Decision],
+        *,
+        sequence_parallel: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.model = model
         self.group = group
@@ -61,8 +67,9 @@ class Cutter:
         if sequence_parallel and drops(model):
             raise ValueError("sequence parallelism with a lora_dropout is not supported: set it to 0, or leave one out")
         self._random = RegionRandom(group.rank) if dropout or drops(model) else None
+        self._whole = WholeSequence(group, overlap)
         self.border: WholeSequence | CutSequence = (
-            CutSequence(group, self._random) if sequence_parallel else WholeSequence(group)
+            CutSequence(group, self._random, overlap) if sequence_parallel else self._whole
         )
 
     def cut(self) -> LayoutRegistry:
@@ -178,7 +185,7 @@ class Cutter:
     def _layer_border(self, module: nn.Module) -> WholeSequence | CutSequence:
         """The border of what stands inside the layers; outside of them all tokens are there."""
         inside = any(module is each for layer in self._layers for each in layer.modules())
-        return self.border if inside else WholeSequence(self.group)
+        return self.border if inside else self._whole
 
     def _borders_of_linears(self) -> None:
         entries: dict[tuple[str, bool], Entry] = {}
@@ -192,7 +199,7 @@ class Cutter:
             if isinstance(border, CutSequence) and (block := self._attention_of(path)) is not None:
                 if self._reads_only_parts(block):
                     continue  # the block's own hook joins the tokens
-                border = WholeSequence(self.group)
+                border = self._whole
             entry = entries.setdefault((parent, isinstance(border, CutSequence)), Entry(border.enter))
             entry.readers += 1
             module.cut.entry = entry

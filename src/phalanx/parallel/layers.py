@@ -13,12 +13,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.distributed.group import Group
 from phalanx.layout import Partition, local_shape, pieces
 from phalanx.parallel import regions
+from phalanx.parallel.overlap import linear
 from phalanx.parallel.regions import Run
 
 # Where the copied parts lie, and how many elements all of them have along the cut dimension.
@@ -90,7 +90,7 @@ class CutLayer(nn.Module):
         return regions.sum_copies(parameter, self.cut.group, dim, *copies)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight.t() if self.cut.transposed else weight, bias)
+        return linear(x, weight.t() if self.cut.transposed else weight, bias)
 
 
 class ColumnLinear(CutLayer):

@@ -31,6 +31,7 @@ def parallelize(
     verify: Verify | None = None,
     sequence_parallel: bool = False,
     gather_logits: bool = False,
+    overlap: bool = False,
     sum_gradients: bool = True,
 ) -> LayoutRegistry:
     """Cut `model` over the ranks of `mesh.tp`, in place, and return how each of its parameters lies now.
@@ -47,6 +48,8 @@ def parallelize(
             "warn" reports them and goes on, "off" trusts them. Default: "error" where the user wrote rules, else "off".
         sequence_parallel: cut the tokens between the regions over the ranks as well.
         gather_logits: join the logits although a loss is computed from the ranks' shares.
+        overlap: in each backward, compute gradients of weights while those of inputs are summed over the ranks; such a
+            backward cannot be differentiated again.
         sum_gradients: in each backward, sum the gradients of parameters that act inside a region over the ranks.
             Without it the caller does so, for the parameters that the registry calls partial.
 
@@ -79,6 +82,7 @@ def parallelize(
         decisions,
         sequence_parallel=sequence_parallel,
         gather_logits=gather_logits,
+        overlap=overlap,
         sum_gradients=sum_gradients,
     )
     load_pending(model, registry, mesh.device)
@@ -114,6 +118,7 @@ def cut_model(
     *,
     sequence_parallel: bool = False,
     gather_logits: bool = False,
+    overlap: bool = False,
     sum_gradients: bool = True,
 ) -> LayoutRegistry:
     """Carry `decisions` out on `model`, in place."""
@@ -125,7 +130,7 @@ def cut_model(
     for whole in {model, base_model(model)}:
         if hasattr(whole, "save_pretrained"):
             whole.save_pretrained = _no_whole_weights
-    registry = Cutter(model, group, decisions, sequence_parallel=sequence_parallel).cut()
+    registry = Cutter(model, group, decisions, sequence_parallel=sequence_parallel, overlap=overlap).cut()
     heads: dict[int, tuple[nn.Module, list[ColumnLinear]]] = {}
     for name, decision in decisions.items():
         module = model.get_submodule(name.rpartition(".")[0])

@@ -101,6 +101,7 @@ class TensorParallelConfig(_Section):
     """None: "error" for rules written by hand."""
     sequence_parallel: StrictBool = False
     gather_logits: StrictBool = False
+    tp_overlap_comm: StrictBool = False
     tp: TPGroupConfig = TPGroupConfig()
 
 

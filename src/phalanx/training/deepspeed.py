@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,12 +20,11 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from phalanx.distributed.mesh import Mesh
-from phalanx.parallel.fused import fuse
-from phalanx.parallel.parallelize import parallelize
 from phalanx.training.accelerator import get_accelerator
 from phalanx.training.comm import DEFAULT_PORT, init_distributed
 from phalanx.training.config import TrainingConfig
 from phalanx.training.config_text import load_config
+from phalanx.training.cutting import cut
 from phalanx.training.dataloader import ShardedLoader
 from phalanx.training.engine import TrainingEngine
 from phalanx.training.given_groups import Ranks, TPRequest, check_group, check_mpu
@@ -127,21 +125,8 @@ def initialize(
         raise ValueError("a schedule needs an optimizer: pass optimizer=, or name one in the config")
     trained = None if model_parameters is None else list(model_parameters)
 
-    rules = settings.tensor_parallel
     mesh = Mesh.build(settings.tp_size)
-    registry = parallelize(
-        model,
-        mesh,
-        config=rules.partition_config,
-        preset=rules.preset_model,
-        verify=rules.verify,
-        sequence_parallel=rules.sequence_parallel,
-        gather_logits=rules.gather_logits,
-        sum_gradients=False,
-    )
-    wanted = settings.fused_kernels
-    if wanted or (wanted is None and mesh.device.type == "cuda" and find_spec("triton") is not None):
-        fuse(model)
+    registry = cut(model, mesh, settings)
     # Made after the cut, from Parameters that are still the same objects.
     if trained is None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -50,6 +50,7 @@ IMPLEMENTED: dict[str, str] = {
     "tensor_parallel.verify": "Phalanx's own: `error`, `warn` or `off`; the rules are tried on a small model first",
     "tensor_parallel.sequence_parallel": "Phalanx's own: activations between blocks are cut along the sequence",
     "tensor_parallel.gather_logits": "Phalanx's own: the model returns whole logits",
+    "tensor_parallel.tp_overlap_comm": "gradients of weights are computed while those of inputs travel",
     "fused_kernels": "Phalanx's own: RMSNorm, gated SiLU and the loss by a kernel each; default: on GPUs with Triton",
 }
 
@@ -66,6 +67,7 @@ AUTO_IS_DEFAULT = frozenset(
         "tensor_parallel.verify",
         "tensor_parallel.sequence_parallel",
         "tensor_parallel.gather_logits",
+        "tensor_parallel.tp_overlap_comm",
         "fused_kernels",
         *(name for name in IMPLEMENTED if name.startswith("fp16.") and name != "fp16.enabled"),
         *(name for name in IMPLEMENTED if name.startswith("bf16.bf16_")),
@@ -141,7 +143,6 @@ HINTS: dict[str, str] = {
         for prefix in ("", "stage3_")
     },
     "tensor_parallel.dtype": "bf16 and fp16 say the dtype",
-    "tensor_parallel.tp_overlap_comm": "how the backward pass overlaps",
     "tensor_parallel.keep_module_on_host": "where the model waits",
     "tensor_parallel.vocab_parallel_lm_head": "the head is cut by vocabulary wherever the rules allow it",
     "tensor_parallel.vocab_parallel_ce_backend": "which kernel",

@@ -1,0 +1,36 @@
+"""A model is made tensor-parallel, and fast, as a training config says."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from torch import nn
+
+from phalanx.distributed.mesh import Mesh
+from phalanx.parallel import LayoutRegistry, parallelize
+from phalanx.parallel.fused import fuse
+from phalanx.training.config import TrainingConfig
+
+
+def cut(model: nn.Module, mesh: Mesh, settings: TrainingConfig) -> LayoutRegistry:
+    """Cuts `model` in place, and lets kernels compute what they can of it; gradients of parameters that act inside a
+    region are left to the engine to sum.
+
+    Raises what `parallelize` raises, and ImportError where `fused_kernels` are asked for and Triton is not there.
+    """
+    rules = settings.tensor_parallel
+    registry = parallelize(
+        model,
+        mesh,
+        config=rules.partition_config,
+        preset=rules.preset_model,
+        verify=rules.verify,
+        sequence_parallel=rules.sequence_parallel,
+        gather_logits=rules.gather_logits,
+        overlap=rules.tp_overlap_comm,
+        sum_gradients=False,
+    )
+    wanted = settings.fused_kernels
+    if wanted or (wanted is None and mesh.device.type == "cuda" and find_spec("triton") is not None):
+        fuse(model)
+    return registry
