@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="default: all")
+    parser.add_argument("--kernels", type=int, default=0, help="list as many of what takes the device's time")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     phalanx.init_distributed()
@@ -93,7 +94,7 @@ def engine_step(
     args: argparse.Namespace,
     *,
     narrow: bool = False,
-    compiled: bool = False,
+    compiled: dict[str, Any] | None = None,
     **rules: Any,
 ) -> tuple[Step, Close]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=torch.cuda.is_available())
@@ -104,8 +105,8 @@ def engine_step(
         "tensor_parallel": {"autotp_size": tp, **rules},
     }
     engine, _, _, _ = phalanx.initialize(model=model, optimizer=optimizer, config=config)
-    if compiled:
-        engine.compile()
+    if compiled is not None:
+        engine.compile(compile_kwargs=compiled)
 
     def step(ids: torch.Tensor) -> float:
         loss = engine(input_ids=ids, labels=ids).loss
@@ -158,6 +159,16 @@ def plain_step(model: Any) -> tuple[Step, Close]:
     return step, lambda: None
 
 
+# torch.compile moves collectives apart from what waits for them.
+OVERLAPPED = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": [
+        "reorder_communication_preserving_peak_memory",
+        "sink_waits_iterative",
+        "reorder_communication_preserving_peak_memory",
+    ],
+}
+
 VARIANTS: dict[str, Callable[[argparse.Namespace, int], tuple[tuple[Step, Close], int]]] = {
     "phalanx tp, zero 1": lambda args, world: (engine_step(build(args), world, 1, args), 1),
     "phalanx tp, sequence parallel": lambda args, world: (
@@ -165,8 +176,16 @@ VARIANTS: dict[str, Callable[[argparse.Namespace, int], tuple[tuple[Step, Close]
         1,
     ),
     "phalanx tp, bf16 masters": lambda args, world: (engine_step(build(args), world, 0, args, narrow=True), 1),
+    "phalanx tp, bf16 masters, overlapped": lambda args, world: (
+        engine_step(build(args), world, 0, args, narrow=True, tp_overlap_comm=True),
+        1,
+    ),
     "phalanx tp, bf16 masters, compiled": lambda args, world: (
-        engine_step(build(args), world, 0, args, narrow=True, compiled=True),
+        engine_step(build(args), world, 0, args, narrow=True, compiled={}),
+        1,
+    ),
+    "phalanx tp, bf16 masters, compiled, overlapped": lambda args, world: (
+        engine_step(build(args), world, 0, args, narrow=True, compiled={"options": OVERLAPPED}),
         1,
     ),
     "phalanx dp, zero 1": lambda args, world: (engine_step(build(args), 1, 1, args), world),
@@ -196,6 +215,7 @@ def measure(name: str, args: argparse.Namespace, world: int) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
+    kernels = kernel_times(lambda: step(ids), args.kernels) if args.kernels else None
     close()
     seconds = statistics.median(times)
     tokens = args.batch * args.length * replicas
@@ -209,7 +229,25 @@ def measure(name: str, args: argparse.Namespace, world: int) -> dict[str, Any]:
         "model_tflops_per_gpu": round(flops / seconds / world / 1e12, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else None,
         "losses": [round(losses[0], 4), round(losses[-1], 4)],
+        **({} if kernels is None else {"kernels": kernels}),
     }
+
+
+def kernel_times(step: Callable[[], object], count: int, steps: int = 2) -> list[dict[str, Any]]:
+    """What takes most of this rank's device (or processor) in a step: milliseconds and calls."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            step()
+    dist.barrier()
+    found = []
+    for event in profile.key_averages():
+        on_device = event.self_device_time_total if torch.cuda.is_available() else event.self_cpu_time_total
+        if on_device and (not torch.cuda.is_available() or event.device_type == torch.autograd.DeviceType.CUDA):
+            found.append({"name": event.key[:90], "ms": on_device / steps / 1e3, "calls": event.count / steps})
+    return sorted(found, key=lambda each: -each["ms"])[:count]
 
 
 if __name__ == "__main__":

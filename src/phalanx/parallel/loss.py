@@ -68,6 +68,12 @@ class _CrossEntropy(torch.autograd.Function):
         if kernels is not None:
             out = kernels.softmax_gradient(logits.contiguous(), log_sum, column, mine, scale.float())
             return out, None, None, None, None, None
+        if torch.compiler.is_compiling():
+            # Element by element: a compiler reads and writes each logit once, and writes in parts would copy the rest.
+            probability = (logits.to(log_sum.dtype) - log_sum[:, None]).exp()
+            at_target = mine[:, None] & (column[:, None] == torch.arange(logits.shape[-1], device=logits.device))
+            out = ((probability - at_target.to(log_sum.dtype)) * scale[:, None]).to(logits.dtype)
+            return out, None, None, None, None, None
         out = torch.empty_like(logits)
         rows = 0
         for part, m in _chunks(logits, log_sum):
@@ -128,5 +134,8 @@ def _row_max(logits: Tensor) -> Tensor:
 
 
 def _chunks(logits: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    if torch.compiler.is_compiling():
+        # Compiled, nothing that is wider lies in memory.
+        return [(logits, rows)]
     count = max(1, _ELEMENTS_AT_ONCE // max(1, logits.shape[-1]))
     return list(zip(logits.split(count), rows.split(count), strict=True))
