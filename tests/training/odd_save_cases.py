@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,55 @@ def case_ranks_that_name_different_checkpoints() -> None:
     assert time.monotonic() - began < SECONDS
     assert engine.load_checkpoint(folder)[0] == str(folder / "b")
     engine.destroy()
+
+
+class Said(logging.Handler):
+    """`with Said() as lines:` what the library warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("phalanx").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *error: Any) -> None:
+        logging.getLogger("phalanx").removeHandler(self)
+
+
+def case_the_client_state_is_that_of_rank_0() -> None:
+    folder, rank = Path(sys.argv[3]) / "client", dist.get_rank()
+    engine = engine_of(build("llama", 0), 2, 1, 1)
+    with Said() as lines:
+        engine.save_checkpoint(folder, client_state={"epoch": 3})
+    assert not lines
+    with Said() as lines:
+        engine.save_checkpoint(folder, client_state={"epoch": 3, "rank": rank})
+    assert ["that of rank 0 is saved" in line for line in lines] == [True] * (rank == 0)
+    assert engine.load_checkpoint(folder)[1] == {"epoch": 3, "rank": 0}
+    engine.destroy()
+
+
+def case_another_batch_size_is_said() -> None:
+    folder = Path(sys.argv[3]) / "batches"
+    engine = engine_of(build("llama", 0), 1, 2, 1)
+    size = engine.train_batch_size()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    for tp, dp, factor in ((2, 1, 1), (1, 2, 3)):
+        engine = engine_of(build("llama", 1), tp, dp, 1, train_micro_batch_size_per_gpu=2 * factor)
+        with Said() as lines:
+            engine.load_checkpoint(folder)
+        said = f"saved with a train_batch_size of {size}, and this run has {factor * size}"
+        assert [said in line for line in lines] == [True] * (factor != 1), lines
+        with Said() as lines:
+            engine.load_checkpoint(folder, load_module_only=True)
+        assert not lines
+        engine.destroy()
 
 
 def case_another_precision_goes_on() -> None:

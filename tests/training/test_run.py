@@ -142,7 +142,9 @@ def test_what_cannot_be_trained_is_said_before(
         train(read_recipe(write_recipe(tmp_path, tiny_folder, parallel=alone, **changes)))
 
 
-def test_a_changed_recipe_and_a_log_that_is_cut_off_go_on(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_changed_recipe_and_a_log_that_is_cut_off_go_on(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     alone = {"tensor_parallel_size": 1, "zero_stage": 0}
 
     def go(steps: int, **how: Any) -> None:
@@ -157,6 +159,8 @@ def test_a_changed_recipe_and_a_log_that_is_cut_off_go_on(tiny_folder: Path, tmp
         file.write('{"step": 3, "lo')
     shutil.copytree(checkpoints / "global_step2", checkpoints / "global_step2-kept")
     go(4, learning_rate=1e-6, weight_decay=0.5)
+    assert "learning_rate is 1e-06 from step 3 on; it was 0.003" in caplog.text
+    assert "weight_decay is 0.5 from step 3 on; it was 0" in caplog.text
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[1]["learning_rate"] > 1e-4 and lines[2]["learning_rate"] < 1e-6
@@ -169,6 +173,37 @@ def test_a_changed_recipe_and_a_log_that_is_cut_off_go_on(tiny_folder: Path, tmp
     assert (checkpoints / "global_step5" / "index.json").is_file()
     with pytest.raises(ConfigError, match="step 5, and the recipe ends at step 3"):
         go(3)
+
+
+def test_other_data_does_not_go_on(tiny_folder: Path, tmp_path: Path) -> None:
+    alone = {"tensor_parallel_size": 1, "zero_stage": 0}
+    text = tmp_path / "text.txt"
+
+    def go(before: Any = lambda: None, **changes: Any) -> None:
+        changes = {"optimization": {"steps": 1}, **changes}
+        recipe = read_recipe(write_recipe(tmp_path, tiny_folder, parallel=alone, **changes))
+        before()
+        assert train(recipe, resume=True) == 0
+
+    go()
+    for changes, said in [
+        ({"optimization": {"steps": 2, "batch_size": 8}}, "optimization.batch_size was 4 and is 8"),
+        ({"optimization": {"steps": 2, "seed": 1}}, "optimization.seed was 0 and is 1"),
+        ({"data": {"sequence_length": 32}}, "data.sequence_length was 16 and is 32"),
+        ({"data": {"packing": False}}, "data.packing was True and is False"),
+        ({"before": lambda: text.write_text(TEXT.replace("then", "soon"))}, "of another text"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            go(**changes)
+    # The same text at another place, in passes of another size.
+    moved = tmp_path / "moved.txt"
+    go(
+        lambda: text.rename(moved),
+        data={"train": [str(moved)]},
+        optimization={"steps": 2, "micro_batch_size": 2},
+        output={"export": False},
+    )
+    assert (tmp_path / "run" / "checkpoints" / "global_step2").is_dir()
 
 
 def test_texts_are_packed_one_behind_the_other(tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ class TrainingEngine(Exports):
 
         Args:
             tag: default: `global_stepN`.
-            client_state: JSON values of the caller's own.
+            client_state: JSON values of the caller's own, the same on all ranks; else rank 0's, with a warning.
             save_latest: `load_checkpoint` takes this one unless it is told a tag.
             exclude_frozen_parameters: leave out what is not trained.
             asynchronous: copy the state to the host's memory, and write while the training goes on; the next save, or
@@ -331,7 +331,8 @@ class TrainingEngine(Exports):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint of any number of ranks and any ZeRO stage; called by all ranks.
 
-        Returns its path and the client state; (None, None), with a warning, where there is none and no tag was given.
+        Returns its path and the client state, on all ranks rank 0's; (None, None), with a warning, where there is none
+        and no tag was given. Another train_batch_size than the checkpoint's is warned of.
         Raises CheckpointError, on all ranks, for a checkpoint that is broken or of another model or optimizer.
         """
         with Together(self.mesh, "writing the checkpoint before"):

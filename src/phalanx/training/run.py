@@ -23,12 +23,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from phalanx.config import ConfigError
 from phalanx.parallel.loading import from_pretrained
-from phalanx.training.checkpoint_folder import newest_tag
+from phalanx.training.checkpoint_folder import Saved, newest_tag
 from phalanx.training.comm import init_distributed
 from phalanx.training.deepspeed import initialize
 from phalanx.training.engine import TrainingEngine
 from phalanx.training.journal import Journal, flops_of_token, peak_flops
 from phalanx.training.recipe import OptimizationRecipe, Recipe, read_recipe
+from phalanx.training.same_data import check_data, mark_of_data
 from phalanx.training.text_data import Samples, batches, read_samples
 from phalanx.training.together import most
 
@@ -77,6 +78,9 @@ def train(recipe: Recipe, *, resume: bool = False, base: str | None = None) -> i
     tokenizer = _tokenizer(base or recipe.model.path)
     samples = read_samples(recipe.data, recipe.data.train, tokenizer)
     held_out = read_samples(recipe.data, recipe.data.validation, tokenizer) if recipe.data.validation else None
+    if resume and (tag := newest_tag(checkpoints)) is not None:
+        with Saved(checkpoints / tag) as saved:
+            check_data(saved.index["client_state"], recipe, samples)
     steps = how.steps or math.ceil((how.epochs or 0) * len(samples) / how.batch_size)
     engine = _engine(recipe, world, steps, base)
     if resume:
@@ -109,6 +113,7 @@ class _Loop:
     ) -> None:
         self.recipe, self.engine, self.samples, self.held_out = recipe, engine, samples, held_out
         self.steps, self.checkpoints = steps, checkpoints
+        self.client_state = {"data": mark_of_data(recipe, samples)}
         mesh = engine.mesh
         self.first = mesh.dp.rank == mesh.tp.rank == 0
         self.journal = Journal(
@@ -215,7 +220,7 @@ class _Loop:
         self.journal.say({"step": step, "validation_loss": float(total[0] / total[1].clamp_min(1))})
 
     def _save(self) -> None:
-        self.engine.save_checkpoint(self.checkpoints)
+        self.engine.save_checkpoint(self.checkpoints, client_state=self.client_state)
         if self.first:
             for old in _older(self.checkpoints, self.engine.global_steps)[self.recipe.output.keep - 1 :]:
                 shutil.rmtree(old)
@@ -268,7 +273,7 @@ def _engine(recipe: Recipe, world: int, steps: int, base: str | None) -> Trainin
 
 
 def _follow(recipe: Recipe, engine: TrainingEngine, steps: int) -> None:
-    """After a checkpoint was read: rates and decay are those of the recipe, which may have changed.
+    """After a checkpoint was read: rates and decay are those of the recipe, which may have changed; that is said.
 
     Raises ConfigError for a run that has gone further than the recipe says.
     """
@@ -280,6 +285,11 @@ def _follow(recipe: Recipe, engine: TrainingEngine, steps: int) -> None:
         )
     if engine.optimizer is None or not isinstance(schedule, LambdaLR):
         return
+    before = schedule.base_lrs[0], engine.optimizer.param_groups[0]["weight_decay"]
+    now = how.learning_rate, how.weight_decay
+    for name, was, value in zip(("learning_rate", "weight_decay"), before, now, strict=True):
+        if was != value and engine.global_steps and engine.mesh.dp.rank == engine.mesh.tp.rank == 0:
+            _log.warning("%s is %g from step %d on; it was %g", name, value, engine.global_steps + 1, was)
     schedule.base_lrs = [how.learning_rate] * len(schedule.base_lrs)
     for group, decay in zip(engine.optimizer.param_groups, (how.weight_decay, 0.0), strict=True):
         group["initial_lr"], group["weight_decay"] = how.learning_rate, decay

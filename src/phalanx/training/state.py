@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -39,7 +38,8 @@ from phalanx.training.fragments import by_parameter
 from phalanx.training.hf_names import class_name, json_of
 from phalanx.training.parts import is_written_here, parts
 from phalanx.training.random_state import go_on_drawing, random_state
-from phalanx.training.together import Together, most, place_among_all
+from phalanx.training.same_data import warn_of_other_batches
+from phalanx.training.together import Together, differ, place_among_all
 from phalanx.training.whole import held, tied_names
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ def save(
         if rank == 0:
             commit(folder, tag, world, about, latest=latest, patience=WRITING_SECONDS)
 
+    if differ(mesh, repr(client_state)) and rank == 0:
+        _log.warning("the client_state of the ranks is not the same: that of rank 0 is saved, for all of them")
     if asynchronous:
         return Writing(finish, publish)
     # One after the other: a rank whose disk is full may not even be able to leave a note for rank 0.
@@ -174,6 +176,7 @@ def load(
     engine.global_steps, engine.skipped_steps = index["global_steps"], index["skipped_steps"]
     # Gradients are not saved: the passes of a step that was not over are run again, as many as this run needs.
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    warn_of_other_batches(engine, path, index)
     go_on_drawing(engine.mesh, path, index)
     return str(path), index["client_state"]
 
@@ -250,6 +253,7 @@ def _about(engine: TrainingEngine, client_state: Mapping[str, Any], exclude_froz
         ],
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "loss_scaler": engine.loss_scaler.state_dict(),
+        "train_batch_size": engine.train_batch_size(),
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
         "client_state": dict(client_state),
@@ -381,9 +385,7 @@ def _read_optimizer(engine: TrainingEngine, saved: Saved) -> None:
 
 
 def _check_same(mesh: Mesh, what: str, tag: str | None) -> None:
-    mark = -1 if tag is None else crc32(tag.encode())
-    largest, smallest = most(mesh, mark, -mark)
-    if largest != -smallest:
+    if differ(mesh, tag):
         raise CheckpointError(
             f"the ranks {what} different tags, this one {tag!r}: give all the same, and one folder that all see"
         )

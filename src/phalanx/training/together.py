@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -19,6 +20,13 @@ def most(mesh: Mesh, *numbers: int) -> list[int]:
     """The largest of each number over all ranks."""
     found = torch.tensor(numbers, dtype=torch.int64, device=mesh.device)
     return [int(n) for n in mesh.dp.all_reduce(mesh.tp.all_reduce(found, "max"), "max").tolist()]
+
+
+def differ(mesh: Mesh, text: str | None) -> bool:
+    """Whether the ranks' texts are not all the same (but for one chance in 2^32); called by all ranks."""
+    mark = -1 if text is None else crc32(text.encode())
+    largest, smallest = most(mesh, mark, -mark)
+    return largest != -smallest
 
 
 class Together:
