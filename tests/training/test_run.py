@@ -27,7 +27,7 @@ from tests.tiny_tokenizer import tiny_tokenizer
 TEXT = " ".join(f"number {n} follows {n - 1}, and then comes {n + 1}." for n in range(400))
 
 
-def write_recipe(folder: Path, model: Path, **changes: dict[str, Any]) -> Path:
+def write_recipe(folder: Path, model: Path, /, **changes: dict[str, Any]) -> Path:
     (folder / "text.txt").write_text(TEXT)
     recipe: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "dtype": "float32"},
