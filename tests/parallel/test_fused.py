@@ -14,6 +14,10 @@ from tests.parallel.models import tiny_model
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tests.ops.triton import interpreter
+
+interpreter.complete()
+
 
 def gradients(model: nn.Module, batch: Tensor) -> tuple[float, dict[str, Tensor]]:
     loss = model(input_ids=batch, labels=batch).loss

@@ -46,6 +46,7 @@ FACTORS: dict[str, list[Any]] = {
     "clip": [0.0, 0.5],
     "sequence_parallel": [False, True],
     "overlap": [False, True],
+    "chunk": [0, 5],
     "kv_heads": [None, 1, 2, 3],
     "vocab_size": [103, 1003],
     "tied": [None, False, True],
@@ -57,6 +58,9 @@ _FIXED_KV = ("gpt_neox", "falcon_multi_query", "falcon_head_major", "bloom", "op
 def possible(row: Row) -> bool:
     family, kv = row.get("family"), row.get("kv_heads")
     if family in _FIXED_KV and kv is not None:
+        return False
+    # Their logits are capped or copied between head and loss.
+    if family in ("gemma2", "opt") and row.get("chunk"):
         return False
     # A grouped projection with as many or one KV head is another layout.
     return not (family == "falcon_grouped" and kv in (None, 1))
@@ -103,6 +107,7 @@ def check(row: Row) -> None:
         "zero_optimization": {"stage": row["stage"], "reduce_bucket_size": 3000},
         # Plain SGD has no state to shard; DeepSpeed wants this said.
         "zero_allow_untested_optimizer": True,
+        "chunked_head": row["chunk"],
         "tensor_parallel": {
             "autotp_size": row["tp"],
             "sequence_parallel": row["sequence_parallel"],
@@ -142,7 +147,7 @@ def rows(world: int) -> list[Row]:
 def full_rows(world: int, family: str = "llama") -> list[Row]:
     tps = [tp for tp in FACTORS["tp"] if tp <= world]
     factors = {**FACTORS, "family": [family], "tp": tps, "kv_heads": [1, 2, 3], "tied": [False, True]}
-    factors["overlap"] = [False]
+    factors |= {"overlap": [False], "chunk": [0]}
     values = itertools.product(*factors.values())
     return [dict(zip(factors, each, strict=True)) for each in values]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.distributed.group import SoloGroup
-from phalanx.parallel.head import computes_causal_loss
+from phalanx.parallel.head import computes_causal_loss, loss_options
 from phalanx.parallel.loss import causal_lm_loss
 
 _WIDEST_NORM = 1 << 14
@@ -105,9 +105,8 @@ class _SiLUMul(torch.autograd.Function):
 
 def _whole_loss(logits: Tensor, labels: Tensor | None = None, vocab_size: int = 0, **kwargs: Any) -> Tensor:
     """transformers' loss of a causal LM over logits that are whole."""
-    known = {name: kwargs[name] for name in ("num_items_in_batch", "ignore_index", "shift_labels") if name in kwargs}
     width = logits.shape[-1]
-    return causal_lm_loss(logits, labels, range(width), width, SoloGroup(), **known)
+    return causal_lm_loss(logits, labels, range(width), width, SoloGroup(), **loss_options(kwargs))
 
 
 _whole_loss.__name__ = "ForCausalLMLoss"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,32 +31,47 @@ class VocabHead:
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         model.register_forward_hook(self.after)
 
+    @property
+    def only_layer(self) -> ColumnLinear | None:
+        """The layer, where it is one, whose logits go into the loss in shares."""
+        alone = len(self.layers) == 1 and self._whole_loss is not None and not self._gather_always
+        return self.layers[0] if alone else None
+
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        apart = (
-            not self._gather_always
-            and self._whole_loss is not None
-            and model.training
-            and kwargs.get("labels") is not None
-            and kwargs.get("return_dict") is not False
-            and getattr(model.config, "return_dict", True)
-        )
+        apart = not self._gather_always and self._whole_loss is not None and wants_loss_only(model, kwargs)
         for layer in self.layers:
             layer.cut.gather = not apart
 
     def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.layers[0].cut.gather:
             return None
-        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+        return without_logits(output)
 
     def loss(self, logits: Tensor, labels: Tensor | None = None, vocab_size: int = 0, **kwargs: Any) -> Any:
         cut = self.layers[0].cut
         if cut.gather and self._whole_loss is not None:
             return self._whole_loss(logits, labels, vocab_size, **kwargs)
-        known = {name: kwargs[name] for name in _LOSS_OPTIONS if name in kwargs}
-        return causal_lm_loss(logits, labels, cut.vocab, sum(cut.sizes), cut.group, **known)
+        return causal_lm_loss(logits, labels, cut.vocab, sum(cut.sizes), cut.group, **loss_options(kwargs))
 
 
-_LOSS_OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")
+def wants_loss_only(model: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a forward with these arguments is a training step's, whose logits nobody reads but the loss."""
+    return bool(
+        model.training
+        and kwargs.get("labels") is not None
+        and kwargs.get("return_dict") is not False
+        and getattr(model.config, "return_dict", True)
+    )
+
+
+def without_logits(output: Any) -> Any:
+    """A model's output without its logits."""
+    return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+
+
+def loss_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers' loss of a causal LM knows of the keyword arguments that it is given."""
+    return {name: kwargs[name] for name in ("num_items_in_batch", "ignore_index", "shift_labels") if name in kwargs}
 
 
 def computes_causal_loss(model: Any) -> bool:

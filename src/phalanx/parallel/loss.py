@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,58 +32,81 @@ def vocab_parallel_cross_entropy(
     return loss
 
 
+class Rows(NamedTuple):
+    """What the gradient of a row's loss needs besides its logits: `log_sum` of all their exponentials, the target's
+    `column` in this rank's share where it is `mine`, and whether it is `counted`."""
+
+    log_sum: Tensor
+    column: Tensor
+    mine: Tensor
+    counted: Tensor
+
+
+def row_losses(
+    logits: Tensor, target: Tensor, vocab: range, vocab_size: int, group: Group, ignore_index: int
+) -> tuple[Tensor, Rows]:
+    """`vocab_parallel_cross_entropy` without autograd, and what `row_gradients` needs."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    counted = target != ignore_index
+    mine = counted & (target >= vocab.start) & (target < vocab.stop)
+    column = torch.where(mine, target - vocab.start, 0)
+    # What no rank has is looked up where no rank has anything, so that all of them fail.
+    looked_up = torch.where(counted & ((target < 0) | (target >= vocab_size)), len(vocab), column)
+    kernels = _kernels_for(logits)
+    if kernels is not None:
+        own, total = kernels.row_sums(logits.contiguous())
+        largest = group.all_reduce(own, "max")
+        total = total * (own - largest).exp()
+    else:
+        largest = group.all_reduce(_row_max(logits).to(wide), "max")
+        total = torch.cat([(part.to(wide) - m[:, None]).exp().sum(-1) for part, m in _chunks(logits, largest)])
+    if len(vocab):
+        at_target = torch.where(mine, logits.gather(-1, looked_up[:, None])[:, 0].to(wide), 0)
+    else:
+        at_target = torch.zeros_like(total)
+    total, at_target = group.all_reduce(torch.stack([total, at_target]))
+    log_sum = total.log() + largest
+    return torch.where(counted, log_sum - at_target, 0), Rows(log_sum, column, mine, counted)
+
+
+def row_gradients(logits: Tensor, rows: Rows, g: Tensor) -> Tensor:
+    """The gradient of `logits` [N, V], in their dtype, for the gradients `g` [N] of their rows' losses."""
+    log_sum, column, mine, counted = rows
+    scale = torch.where(counted, g, 0)
+    kernels = _kernels_for(logits)
+    if kernels is not None:
+        found: Tensor = kernels.softmax_gradient(logits.contiguous(), log_sum, column, mine, scale.float())
+        return found
+    if torch.compiler.is_compiling():
+        # Element by element: a compiler reads and writes each logit once, and writes in parts would copy the rest.
+        probability = (logits.to(log_sum.dtype) - log_sum[:, None]).exp()
+        at_target = mine[:, None] & (column[:, None] == torch.arange(logits.shape[-1], device=logits.device))
+        return ((probability - at_target.to(log_sum.dtype)) * scale[:, None]).to(logits.dtype)
+    out = torch.empty_like(logits)
+    done = 0
+    for part, m in _chunks(logits, log_sum):
+        here = slice(done, done := done + len(part))
+        difference = (part.to(m.dtype) - m[:, None]).exp()
+        if part.shape[-1]:
+            difference.scatter_add_(-1, column[here, None], -mine[here, None].to(m.dtype))
+        out[here] = difference * scale[here, None]
+    return out
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, vocab: range, vocab_size: int, group: Group, ignore_index: int
     ) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        counted = target != ignore_index
-        mine = counted & (target >= vocab.start) & (target < vocab.stop)
-        column = torch.where(mine, target - vocab.start, 0)
-        # What no rank has is looked up where no rank has anything, so that all of them fail.
-        looked_up = torch.where(counted & ((target < 0) | (target >= vocab_size)), len(vocab), column)
-        kernels = _kernels_for(logits)
-        if kernels is not None:
-            own, total = kernels.row_sums(logits.contiguous())
-            largest = group.all_reduce(own, "max")
-            total = total * (own - largest).exp()
-        else:
-            largest = group.all_reduce(_row_max(logits).to(wide), "max")
-            total = torch.cat([(part.to(wide) - m[:, None]).exp().sum(-1) for part, m in _chunks(logits, largest)])
-        if len(vocab):
-            at_target = torch.where(mine, logits.gather(-1, looked_up[:, None])[:, 0].to(wide), 0)
-        else:
-            at_target = torch.zeros_like(total)
-        total, at_target = group.all_reduce(torch.stack([total, at_target]))
-        log_sum = total.log() + largest
-        ctx.save_for_backward(logits, log_sum, column, mine, counted)
-        return torch.where(counted, log_sum - at_target, 0)
+        losses, rows = row_losses(logits, target, vocab, vocab_size, group, ignore_index)
+        ctx.save_for_backward(logits, *rows)
+        return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        logits, log_sum, column, mine, counted = ctx.saved_tensors
-        scale = torch.where(counted, g, 0)
-        kernels = _kernels_for(logits)
-        if kernels is not None:
-            out = kernels.softmax_gradient(logits.contiguous(), log_sum, column, mine, scale.float())
-            return out, None, None, None, None, None
-        if torch.compiler.is_compiling():
-            # Element by element: a compiler reads and writes each logit once, and writes in parts would copy the rest.
-            probability = (logits.to(log_sum.dtype) - log_sum[:, None]).exp()
-            at_target = mine[:, None] & (column[:, None] == torch.arange(logits.shape[-1], device=logits.device))
-            out = ((probability - at_target.to(log_sum.dtype)) * scale[:, None]).to(logits.dtype)
-            return out, None, None, None, None, None
-        out = torch.empty_like(logits)
-        rows = 0
-        for part, m in _chunks(logits, log_sum):
-            here = slice(rows, rows := rows + len(part))
-            difference = (part.to(m.dtype) - m[:, None]).exp()
-            if part.shape[-1]:
-                difference.scatter_add_(-1, column[here, None], -mine[here, None].to(m.dtype))
-            out[here] = difference * scale[here, None]
-        return out, None, None, None, None, None
+        logits, *rows = ctx.saved_tensors
+        return row_gradients(logits, Rows(*rows), g), None, None, None, None, None
 
 
 def causal_lm_loss(
@@ -102,15 +126,30 @@ def causal_lm_loss(
         labels: [batch, length]; position i is compared with label i + 1. Not needed with `shift_labels`, which are
             compared as they stand.
     """
+    rows = logits.reshape(-1, logits.shape[-1])
+
+    def losses(target: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(rows, target.to(logits.device), vocab, vocab_size, group, ignore_index)
+
+    return mean_over_targets(losses, labels, num_items_in_batch, ignore_index, shift_labels)
+
+
+def mean_over_targets(
+    losses_of: Callable[[Tensor], Tensor],
+    labels: Tensor | None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+) -> Tensor:
+    """`causal_lm_loss` of losses that `losses_of` finds for the targets, [batch * length]."""
     if shift_labels is None:
         if labels is None:
             raise ValueError("the loss of a causal LM needs labels or shift_labels")
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = shift_labels.reshape(-1).to(logits.device)
-    rows = logits.reshape(-1, logits.shape[-1])
-    losses = vocab_parallel_cross_entropy(rows, target, vocab, vocab_size, group, ignore_index)
+    target = shift_labels.reshape(-1)
+    losses = losses_of(target)
     if num_items_in_batch is None:
-        return losses.sum() / (target != ignore_index).sum()
+        return losses.sum() / (target != ignore_index).sum().to(losses.device)
     if torch.is_tensor(num_items_in_batch):
         num_items_in_batch = num_items_in_batch.to(losses.device)
     return losses.sum() / num_items_in_batch

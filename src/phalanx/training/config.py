@@ -134,6 +134,9 @@ class TrainingConfig(_Section):
     fused_kernels: StrictBool | None = None
     """Norms, gated MLPs and the loss by a kernel each; None: on GPUs where Triton is installed."""
 
+    chunked_head: Annotated[_Int, Field(ge=0)] = 0
+    """Tokens that have logits at a time in a training step; 0: all of them."""
+
     hints: tuple[str, ...] = ()
     """Keys that were given and have no effect here."""
     given: dict[Any, Any] = Field(default_factory=dict, repr=False)

@@ -8,15 +8,17 @@ from torch import nn
 
 from phalanx.distributed.mesh import Mesh
 from phalanx.parallel import LayoutRegistry, parallelize
+from phalanx.parallel.chunked_head import chunk_head
 from phalanx.parallel.fused import fuse
 from phalanx.training.config import TrainingConfig
 
 
 def cut(model: nn.Module, mesh: Mesh, settings: TrainingConfig) -> LayoutRegistry:
-    """Cuts `model` in place, and lets kernels compute what they can of it; gradients of parameters that act inside a
+    """Cuts `model` in place, and computes parts of it as the config says; gradients of parameters that act inside a
     region are left to the engine to sum.
 
-    Raises what `parallelize` raises, and ImportError where `fused_kernels` are asked for and Triton is not there.
+    Raises what `parallelize` and `chunk_head` raise, and ImportError where `fused_kernels` are asked for and Triton is
+    not there.
     """
     rules = settings.tensor_parallel
     registry = parallelize(
@@ -33,4 +35,6 @@ def cut(model: nn.Module, mesh: Mesh, settings: TrainingConfig) -> LayoutRegistr
     wanted = settings.fused_kernels
     if wanted or (wanted is None and mesh.device.type == "cuda" and find_spec("triton") is not None):
         fuse(model)
+    if settings.chunked_head:
+        chunk_head(model, settings.chunked_head)
     return registry

@@ -52,6 +52,7 @@ IMPLEMENTED: dict[str, str] = {
     "tensor_parallel.gather_logits": "Phalanx's own: the model returns whole logits",
     "tensor_parallel.tp_overlap_comm": "gradients of weights are computed while those of inputs travel",
     "fused_kernels": "Phalanx's own: RMSNorm, gated SiLU and the loss by a kernel each; default: on GPUs with Triton",
+    "chunked_head": "Phalanx's own: tokens that have logits at a time in a training step; 0: all",
 }
 
 # A config for the Trainer says "auto" for what the Trainer fills in. Elsewhere it can only stand for a default.
@@ -69,6 +70,7 @@ AUTO_IS_DEFAULT = frozenset(
         "tensor_parallel.gather_logits",
         "tensor_parallel.tp_overlap_comm",
         "fused_kernels",
+        "chunked_head",
         *(name for name in IMPLEMENTED if name.startswith("fp16.") and name != "fp16.enabled"),
         *(name for name in IMPLEMENTED if name.startswith("bf16.bf16_")),
     }
