@@ -41,6 +41,12 @@ def test_a_mistyped_command_is_guessed(run):
     assert done.exit_code == 2 and "Did you mean 'generate'?" in done.stderr and done.stdout == ""
 
 
+@pytest.mark.parametrize("command", [(), ("bench",), ("ckpt",)])
+def test_without_a_command_there_is_help_and_no_error(run, command):
+    done = run(*command)
+    assert done.exit_code == 2 and "Usage: " in done.stdout and done.stderr == ""
+
+
 def test_the_module_is_the_command():
     done = subprocess.run(
         [sys.executable, "-m", "phalanx.cli", "--version"], capture_output=True, text=True, check=True

@@ -25,7 +25,7 @@ def test_lines_become_jobs():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nonsense", "Expecting value"),
+        ("nonsense", "not JSON: Expecting value"),
         ("[1, 2]", "a line is a JSON object, this is a list"),
         ("{}", "neither is there"),
         ('{"prompt": "a", "messages": []}', "both are there"),

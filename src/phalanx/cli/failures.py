@@ -58,6 +58,9 @@ class Commands(TyperGroup):
 def report(error: Exception, as_json: bool) -> int:
     """Prints an error; returns the exit code that it means."""
     message = message_of(error)
+    if isinstance(error, UsageError) and not message:
+        # Nothing was given, and the help has been shown.
+        return exit_code(error)
     if as_json:
         typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
     else:

@@ -45,7 +45,10 @@ def read_jobs(lines: Iterable[str | bytes]) -> Iterator[Job]:
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"not JSON: {error}") from None
             if not isinstance(values, dict):
                 raise ValueError(f"a line is a JSON object, this is a {type(values).__name__}")
             given = [name for name in SOURCES if values.get(name) is not None]

@@ -43,7 +43,7 @@ class PromptReader:
         elif isinstance(prompt, Sequence):
             ids = [as_id(value) for value in prompt]
         else:
-            raise ValueError(f"a prompt is a text or a list of token ids, given a {type(prompt).__name__}")
+            raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
         check_ids(ids, self.vocab_size, "the prompt")
         return ids
 
@@ -132,7 +132,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts must be texts or token ids, given a {type(prompts).__name__}")
+        raise ValueError(f"prompts must be texts or token ids, not {type(prompts).__name__}")
     many = list(prompts)
     if not many:
         raise ValueError("no prompts were given")
