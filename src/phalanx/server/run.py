@@ -112,6 +112,7 @@ class _Server(uvicorn.Server):
             await asyncio.gather(starting, return_exceptions=True)
             await self._service.engine.close()
             self._service.close()
+            gc.unfreeze()
 
     async def _start_engine(self, on_ready: Callable[[Service], None]) -> None:
         try:
