@@ -21,7 +21,7 @@ ORIGIN = "https://page.example"
 def guarded(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     """A server with keys, an origin, a small limit of bodies, and a JSON log."""
     folder = tmp_path_factory.mktemp("guarded")
-    (folder / "keys").write_text("second\n\nthird\n")
+    (folder / "keys").write_text("second\n\nthird\nключ\n", encoding="utf-8")
     flags = ["--api-key", "first", "--api-key-file", str(folder / "keys"), "--cors-origin", ORIGIN]
     flags += ["--max-body-size", "10k", "--log-format", "json", "--log-prompts"]
     with serving(tiny_folder, *flags, key="first", log=folder / "log") as server:
@@ -38,6 +38,9 @@ def test_a_key_is_asked_for(guarded: tuple[Server, Path]) -> None:
         assert [stranger.get(path).status_code for path in ("/health", "/ready", "/")] == [200] * 3
     for key in ("first", "second", "third"):
         assert server.client(api_key=key).models.list().data[0].id == NAME
+    with httpx.Client(base_url=server.url) as known:
+        headers = [(b"Authorization", "Bearer ключ".encode())]
+        assert known.get("/v1/models", headers=headers).status_code == 200
     with pytest.raises(openai.AuthenticationError):
         server.client(api_key="fourth").models.list()
 

@@ -63,7 +63,11 @@ def test_raw_bodies(server: Server, place: int) -> None:
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": ["x"] * 65}, "prompt"),
-        ({"prompt": "x" * 5000}, None),
+        ({"prompt": "x" * 5000}, "prompt"),
+        ({"prompt": "x", "max_tokens": 5000}, "prompt"),
+        ({"prompt": [5] * 4097}, "prompt"),
+        ({"prompt": "x", "logit_bias": {"05": 1}}, "logit_bias.05"),
+        ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty"),
         ({}, "prompt"),
     ],
 )

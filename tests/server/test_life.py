@@ -154,6 +154,8 @@ def test_no_process_is_left_when_the_server_is_killed(tiny_folder: Path) -> None
         (lambda folder: ["no-such-model"], 2, "neither a folder"),
         (lambda folder: [folder, "--max-queue", "-1"], 2, "--max-queue"),
         (lambda folder: [folder, "--op", "attention=none-such"], 2, "none-such"),
+        (lambda folder: [folder, "--api-key", ""], 2, "API key is empty"),
+        (lambda folder: [folder, "--max-prompts", "65537"], 2, "--max-prompts"),
     ],
 )
 def test_what_cannot_start_says_why(

@@ -81,7 +81,7 @@ class ServerOptions:
         Raises:
             ValueError: a value that cannot be read.
         """
-        from phalanx.server.settings import ServerSettings
+        from phalanx.server.settings import MAX_PROMPTS, ServerSettings
 
         if self.log_format not in ("text", "json"):
             raise typer.BadParameter(f"--log-format is text or json, given {self.log_format!r}")
@@ -93,6 +93,8 @@ class ServerOptions:
         ):
             if not 0 <= value < 10**9:
                 raise typer.BadParameter(f"{option} must not be negative, given {value}")
+        if self.max_prompts > MAX_PROMPTS:
+            raise typer.BadParameter(f"--max-prompts is at most {MAX_PROMPTS}, given {self.max_prompts}")
         if not 1 <= self.data_parallel <= 64:
             raise typer.BadParameter(f"--data-parallel is 1 to 64, given {self.data_parallel}")
         return ServerSettings(

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from reprlib import Repr
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from starlette.requests import ClientDisconnect, Request
 
 from phalanx.server.errors import ApiError, ClientGone
 
 _READ_SECONDS = 60.0
+_PARTS = 100_000
+_STRING = re.compile(rb'"[^"]*"')
+_short = Repr()
+_short.maxlist = _short.maxdict = 10
+_short.maxstring = _short.maxlong = _short.maxother = 100
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -32,10 +39,41 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(400, f"the body must be application/json, given {kind!r}", param="Content-Type")
+    if _crowded(data):
+        raise ApiError(400, f"the body has more than {_PARTS} lists, objects and members of objects")
+    try:
+        return schema.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        nulls = _unknown_nulls(error)
+        if not nulls:
+            raise explained(error, schema, data) from None
+    # A null asks for nothing, also where the field is one that is not supported.
+    data = to_json({name: value for name, value in from_json(data).items() if name not in nulls})
     try:
         return schema.model_validate_json(data, strict=True)
     except ValidationError as error:
         raise explained(error, schema, data) from None
+
+
+def _unknown_nulls(error: ValidationError) -> set[int | str]:
+    """Fields of the body itself that are not known, and null."""
+    faults = error.errors(include_url=False, include_context=False)
+    return {
+        fault["loc"][0]
+        for fault in faults
+        if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1 and fault["input"] is None
+    }
+
+
+def _crowded(data: bytes) -> bool:
+    """Whether there are so many parts, each perhaps a fault to explain, that it would hold up everybody else."""
+    if _parts(data) <= _PARTS:
+        return False
+    return _parts(_STRING.sub(b"", data.replace(b"\\\\", b"").replace(b'\\"', b""))) > _PARTS
+
+
+def _parts(data: bytes) -> int:
+    return data.count(b":") + data.count(b"[") + data.count(b"{")
 
 
 def explained(error: ValidationError, schema: type[BaseModel], data: bytes) -> ApiError:
@@ -73,5 +111,5 @@ def _place(parts: tuple[int | str, ...], missing: bool, body: Any) -> list[str]:
 
 
 def _given(value: Any) -> str:
-    text = repr(value)
+    text = _short.repr(value)
     return f" (given {text if len(text) <= 100 else text[:100] + '...'})"

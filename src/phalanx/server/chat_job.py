@@ -49,7 +49,7 @@ async def chat_job(service: Service, body: ChatRequest, record: RequestRecord) -
         skip_special_tokens=False if needs_special else body.skip_special_tokens,
     )
     ids = await service.encode_plain(text)
-    await service.check(ids, params, "tools" if body.forces_call else body.guide_field)
+    await service.check(ids, params, "messages", "tools" if body.forces_call else body.guide_field)
     record.user = body.user
     if service.settings.log_prompts:
         record.prompts.append(text)

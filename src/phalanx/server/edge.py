@@ -58,7 +58,7 @@ class Edge:
     def __init__(self, app: ASGIApp, settings: ServerSettings, on_end: Callable[[RequestRecord], None]) -> None:
         self.app = app
         self.max_body_bytes = settings.max_body_bytes
-        self._keys = [key.encode() for key in settings.api_keys]
+        self._keys = [key.strip().encode() for key in settings.api_keys]
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +106,7 @@ class Edge:
         if not self._keys or scope["path"] in OPEN_PATHS:
             return
         kind, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip().encode("utf-8", "surrogateescape") if kind.lower() == "bearer" else b""
+        given = token.strip().encode("latin-1") if kind.lower() == "bearer" else b""
         # Every key is compared in full: the time says nothing about which is near.
         right = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(right):

@@ -58,7 +58,7 @@ async def _prepare(service: Service, body: CompletionRequest, record: RequestRec
     jobs, echoes = [], []
     for prompt in prompts:
         ids = await service.encode(prompt)
-        await service.check(ids, params, body.guide_field)
+        await service.check(ids, params, "prompt", body.guide_field)
         jobs.append(Job(ids, params, body.cache_salt or ""))
         if body.echo:
             echoes.append(prompt if isinstance(prompt, str) else service.decode(ids))

@@ -6,13 +6,13 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, StringConstraints, model_validator
+from pydantic import BaseModel, StringConstraints, model_validator
 from starlette.responses import Response
 
 from phalanx.server.bodies import read_body
 from phalanx.server.errors import ApiError, encode
 from phalanx.server.openapi import described
-from phalanx.server.schema import Strict, TokenId
+from phalanx.server.schema import Items, Strict, TokenId
 from phalanx.server.schema_chat import Message
 from phalanx.server.service import Service
 
@@ -41,7 +41,7 @@ class TokenizeRequest(Strict):
 
     model: ModelName | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Items(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     """Those that the tokenizer adds to a text; true where it is not given."""
     return_token_strs: bool | None = None
@@ -68,7 +68,7 @@ class DetokenizeRequest(Strict):
     """Token ids."""
 
     model: ModelName | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Items(max_length=2**20)]
 
 
 class DetokenizeAnswer(BaseModel):
@@ -121,7 +121,7 @@ def models_router(service: Service) -> APIRouter:
         wrong = next((token for token in body.tokens if token >= vocab_size), None)
         if wrong is not None:
             raise ApiError(400, f"token id {wrong} is outside the vocabulary of {vocab_size}", param="tokens")
-        return _json({"prompt": service.decode(body.tokens)})
+        return _json({"prompt": await service.decode_long(body.tokens)})
 
     def _check(name: str | None) -> None:
         if name is not None:

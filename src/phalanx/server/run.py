@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -91,6 +92,8 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
                 lifespan="off",
+                http=_connection_class(),
+                ws="none",
                 access_log=False,
                 log_config=None,
                 server_header=False,
@@ -164,3 +167,12 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+def _connection_class() -> Any:
+    """With bounds of our own; uvicorn's slower one, which bounds the heads of requests too, without httptools."""
+    try:
+        from phalanx.server.connection import Connection
+    except ImportError:
+        return "h11"
+    return Connection

@@ -5,6 +5,7 @@ Every field is honoured; others are refused by name. A null is as good as an abs
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -13,6 +14,9 @@ from phalanx.config import ConfigError
 from phalanx.engine.guides import Guide
 from phalanx.engine.sampling_params import SamplingParams, sampling_params
 from phalanx.server.errors import ApiError
+
+Items = partial(Field, fail_fast=True)
+"""Of every list: its first fault is enough, where each of millions would take its time and memory."""
 
 
 def encodable(text: str) -> str:
@@ -24,7 +28,7 @@ def encodable(text: str) -> str:
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 ShortText = Annotated[str, StringConstraints(max_length=256), AfterValidator(encodable)]
-BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 
 
 class Strict(BaseModel):
@@ -80,7 +84,7 @@ class StructuredOutputs(Strict):
 
     json_: dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    choice: Annotated[list[str], Items(min_length=1, max_length=1024)] | None = None
     grammar: str | None = None
     json_object: Literal[True] | None = None
 
@@ -113,15 +117,15 @@ class Sampling(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop: StopText | Annotated[list[StopText], Items(max_length=32)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Items(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: Annotated[list[StopText], Field(max_length=128)] | None = None
+    bad_words: Annotated[list[StopText], Items(max_length=128)] | None = None
     presence_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None

@@ -7,9 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, StringConstraints, field_validator, model_validator
 
-from phalanx.server.schema import Sampling, Strict
+from phalanx.server.schema import Items, Sampling, Strict
 from phalanx.server.schema_completions import Usage
 
+_NOT_OF_TEMPLATES = frozenset(
+    {
+        *("tools", "messages", "chat_template", "add_generation_prompt", "continue_final_message"),
+        # What the tokenizer would take for itself.
+        *("conversation", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    }
+)
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -54,9 +62,9 @@ class Message(Strict):
     HINTS: ClassVar[dict[str, str]] = {}
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Items()] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Items()] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -69,9 +77,16 @@ class Message(Strict):
                 raise ValueError(f"content parts of type {kind[:64]!r} are not supported: this model reads text only")
         return value
 
+    @model_validator(mode="after")
+    def _said(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the role {self.role!r} needs content")
+        return self
+
     def for_template(self) -> dict[str, Any]:
         """As chat templates know it: content is one text, arguments are an object."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        # Templates that write the content of every message would write a null as "None".
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if isinstance(self.content, list):
             message["content"] = "\n".join(part.text for part in self.content)
         for name in ("name", "tool_call_id", "reasoning_content"):
@@ -135,12 +150,12 @@ class ChatRequest(Sampling):
         "store": "nothing is stored here",
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Items(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Items(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
@@ -148,7 +163,7 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    modalities: Annotated[list[Literal["text"]], Items(min_length=1, max_length=1)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
@@ -173,10 +188,9 @@ class ChatRequest(Sampling):
                 f"the function {forced[0].function.name!r} is strict, which holds only where a call is forced: "
                 'set tool_choice to "required" or to the function, or leave strict out'
             )
-        reserved = {"tools", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
-        taken = sorted(reserved & set(self.chat_template_kwargs or ()))
+        taken = sorted(_NOT_OF_TEMPLATES.intersection(self.chat_template_kwargs or ()))
         if taken:
-            raise ValueError(f"chat_template_kwargs cannot hold {taken[0]!r}, which has a field of its own")
+            raise ValueError(f"chat_template_kwargs cannot hold {taken[0]!r}: it is not for the template")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return self

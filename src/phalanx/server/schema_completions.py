@@ -6,9 +6,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from phalanx.server.schema import Sampling, TokenId
+from phalanx.server.schema import Items, Sampling, TokenId
+from phalanx.server.settings import MAX_PROMPTS
 
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+Ids = Annotated[list[TokenId], Items(min_length=1, max_length=2**20)]
+Texts = Annotated[list[str], Items(min_length=1, max_length=MAX_PROMPTS)]
+ManyIds = Annotated[list[Ids], Items(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class CompletionRequest(Sampling):
@@ -19,7 +22,7 @@ class CompletionRequest(Sampling):
         "messages": "conversations go to /v1/chat/completions",
     }
 
-    prompt: str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)]
+    prompt: str | Texts | Ids | ManyIds
     echo: bool | None = None
     """The answer's text begins with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, Field, StringConstraints
 
 from phalanx.server.schema import ShortText, Strict
-from phalanx.server.schema_completions import Ids
+from phalanx.server.schema_completions import Ids, ManyIds, Texts
 
 
 class EmbeddingRequest(Strict):
@@ -16,7 +16,7 @@ class EmbeddingRequest(Strict):
     HINTS: ClassVar[dict[str, str]] = {"prompt": "use input", "messages": "use input: a text, token ids, or a list"}
 
     model: Annotated[str, StringConstraints(max_length=1024)]
-    input: str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)]
+    input: str | Texts | Ids | ManyIds
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """The first so many numbers, made 1 long again; only with ``truncate``, since models are seldom trained for it."""

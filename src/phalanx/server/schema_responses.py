@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from phalanx.server.errors import ApiError
-from phalanx.server.schema import ShortText, Strict
+from phalanx.server.schema import Items, ShortText, Strict
 from phalanx.server.schema_chat import ChatRequest, FunctionName
 
 _Id = Annotated[str, StringConstraints(max_length=256)]
@@ -31,8 +31,8 @@ class InputText(Strict):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Items(max_length=0)] | None = None
+    logprobs: Annotated[list[Any], Items(max_length=0)] | None = None
 
 
 class InputMessage(Strict):
@@ -40,7 +40,7 @@ class InputMessage(Strict):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText]
+    content: str | Annotated[list[InputText], Items()]
     id: _Id | None = None
     status: _Status | None = None
 
@@ -70,7 +70,7 @@ class InputCallOutput(Strict):
 
     type: Literal["function_call_output"]
     call_id: _Id
-    output: str | list[InputText]
+    output: str | Annotated[list[InputText], Items()]
     id: _Id | None = None
     status: _Status | None = None
 
@@ -86,8 +86,8 @@ class InputReasoning(Strict):
     """What the model thought before an answer."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    content: Annotated[list[ReasoningText], Items()] | None = None
+    summary: Annotated[list[Any], Items(max_length=0)] | None = None
     id: _Id | None = None
     status: _Status | None = None
 
@@ -175,7 +175,7 @@ class ResponsesRequest(Strict):
     }
 
     model: Annotated[str, StringConstraints(max_length=1024)]
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Items(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -184,7 +184,7 @@ class ResponsesRequest(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[ResponsesTool], Items(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None

@@ -24,6 +24,8 @@ from phalanx.server.token_texts import TokenTexts
 
 _LONG_TEXT = 4000
 """Characters from which on a text is encoded in a thread; below, that costs more than it spares."""
+_MESSAGE_SIZE = 40
+"""What a message or a call counts as beside its text: a template takes time for each."""
 _RETRY_SECONDS = "1"
 Result = TypeVar("Result")
 
@@ -75,6 +77,13 @@ class Service:
         """Raises ApiError 503 while there is no engine that could take a request."""
         if self.engine.state is not EngineState.READY:
             raise unavailable(self.engine)
+
+    async def decode_long(self, token_ids: Sequence[int]) -> str:
+        """``decode``, of any number of tokens."""
+        if len(token_ids) < _LONG_TEXT or self.tokenizer is None:
+            return self.decode(token_ids)
+        tokenizer = self._thread_tokenizer
+        return str(await self._in_thread(lambda: tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included.
@@ -132,6 +141,8 @@ class Service:
         Raises:
             ApiError: 400 where it is none.
         """
+        if not isinstance(prompt, str):
+            self.check_length(prompt, param)
         size = len(prompt) if isinstance(prompt, str) else 0
         return await self._read(size, lambda reader: reader.ids(prompt), param)
 
@@ -141,7 +152,8 @@ class Service:
         Raises:
             ApiError: 400 with the template's own message.
         """
-        size = sum(len(message.get("content") or "") for message in messages)
+        size = sum(len(message.get("content") or "") + _MESSAGE_SIZE for message in messages)
+        size += sum(_MESSAGE_SIZE * len(message.get("tool_calls", ())) for message in messages)
         if not (options.get("chat_template") or getattr(self.tokenizer, "chat_template", None)):
             raise ApiError(
                 400, "this model has no chat template: use /v1/completions, or start the server with --chat-template"
@@ -159,14 +171,17 @@ class Service:
         try:
             self._reader(self.tokenizer).check_length(len(token_ids))
         except ValueError as error:
-            raise ApiError(400, str(error), param=param) from None
+            raise _too_long(error, param) from None
 
-    async def check(self, token_ids: Sequence[int], params: SamplingParams, guide_field: str) -> None:
-        """Raises ApiError 400 for what the engine could not honour: a prompt that is too long, ids outside the
-        vocabulary, a guide, from the field that is named, that cannot be used."""
+    async def check(self, token_ids: Sequence[int], params: SamplingParams, param: str, guide_field: str) -> None:
+        """Raises ApiError 400 for what the engine could not honour: a prompt, from the field ``param``, that is too
+        long, ids outside the vocabulary, a guide, from the field that is named, that cannot be used."""
         reader = self._reader(self.tokenizer)
         try:
             reader.max_tokens(len(token_ids), params)
+        except ValueError as error:
+            raise _too_long(error, param) from None
+        try:
             reader.check(params)
         except ValueError as error:
             raise ApiError(400, str(error)) from None
@@ -217,6 +232,11 @@ def _formats(settings: ServerSettings, tokenizer: Any) -> tuple[str | None, str 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {str(token): place for place, token in added.items() if token.special}
+
+
+def _too_long(error: ValueError, param: str) -> ApiError:
+    """With the code that clients know it by, who may then shorten the prompt."""
+    return ApiError(400, str(error), param=param, code="context_length_exceeded")
 
 
 def unavailable(engine: Engines) -> ApiError:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+MAX_PROMPTS = 65536
+"""What ``max_prompts`` may be at most."""
+
 
 @dataclass(frozen=True)
 class ServerSettings:
     """What is served and within which limits. Times are in seconds, sizes in bytes.
+
+    Raises:
+        ValueError: an API key is empty.
 
     Attributes:
         model: a folder, a file, a hub id, "smollm2".
@@ -17,7 +23,7 @@ class ServerSettings:
         api_keys: one of these must come as a bearer token; empty: nobody is asked.
         cors_origins: pages of these origins may call; "*": all.
         max_body_bytes: longest request body.
-        max_prompts: prompts of one request.
+        max_prompts: prompts of one request, at most ``MAX_PROMPTS``.
         max_queue: answers that may wait for a place in the engine; further requests get 429. None: any number.
         request_timeout: a request that takes longer ends with 408. None: no limit.
         drain_timeout: what SIGTERM leaves to running requests.
@@ -51,3 +57,8 @@ class ServerSettings:
     log_format: Literal["text", "json"] = "text"
     log_prompts: bool = False
     otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if not all(key.strip() for key in self.api_keys):
+            # An empty one would let everybody in who sends none.
+            raise ValueError("an API key is empty: give one that is not, or leave it out")
