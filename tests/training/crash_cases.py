@@ -46,6 +46,7 @@ def check(bad_rank: int, broken: tuple[str, ...], asynchronous: bool) -> None:
     assert time.monotonic() - began < SECONDS
     dist.barrier()
     assert newest_tag(folder) == "global_step1" and not (folder / "global_step2").exists()
+    assert asynchronous or sorted(path.name for path in folder.iterdir()) == ["global_step1", "latest"]
     engine_loop(engine, language_loss, steps[2:3])  # the ranks are in step still
     engine.load_checkpoint(folder)
     assert engine.global_steps == 1

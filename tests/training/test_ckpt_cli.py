@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from phalanx.cli import app
+from phalanx.training import checkpoint_folder
 from tests.training.export_cases import tokens
 from tests.training.ranks import run_cases
 
@@ -72,6 +73,36 @@ def test_a_merged_checkpoint_goes_on(saved: Path, tmp_path: Path) -> None:
     (saved / "again").mkdir()
     results = run_cases(["tests.training.merged_cases"], 2, saved / "again")
     assert results and not [errors for errors in results.values() if errors], results
+
+
+def test_a_merge_that_fails_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, folder = saved / "llama" / "global_step1", tmp_path / "merged"
+
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for broken in ("save_file", "write_text"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_folder, broken, full_disk)
+            result = run("merge", source, folder)
+            assert result.exit_code != 0 and "No space left" in result.output
+        assert not folder.exists()
+    # A killed one leaves what it had written: the next is not hindered, and clears it.
+    partial = folder / ".global_step1.partial"
+    partial.mkdir(parents=True)
+    (partial / "rank-00000-00007.safetensors").write_text("half")
+    assert run("merge", source, folder).exit_code == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step1", "latest"]
+    assert len(list((folder / "global_step1").iterdir())) == 2
+    # What was there before stays.
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    (tmp_path / "cut" / "global_step1").mkdir(parents=True)
+    for path in source.iterdir():
+        data = path.read_bytes()
+        (tmp_path / "cut" / "global_step1" / path.name).write_bytes(data if path.suffix == ".json" else data[:-8])
+    result = run("merge", tmp_path / "cut" / "global_step1", folder)
+    assert result.exit_code == 2 and "cannot be read" in result.output
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 def test_what_cannot_be_done_is_said(saved: Path, tmp_path: Path) -> None:

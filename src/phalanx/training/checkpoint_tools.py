@@ -122,11 +122,26 @@ def export(saved: Saved, folder: Path, dtype: torch.dtype | None = None, tell: P
 
 def merge(saved: Saved, folder: Path, tell: Progress = lambda *_: None) -> Path:
     """Write the checkpoint with whole tensors in few files, under its own name into `folder`, where any grid of ranks
-    loads it. Returns its path."""
+    loads it. Returns its path. What was in the folder stays as it was until the new checkpoint is there, and after an
+    error."""
     tag = check_tag(saved.tag)
-    partial = partial_folder(folder, tag)
+    partial, is_new = partial_folder(folder, tag), not folder.exists()
+    # What a run that was killed has left.
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+        _write_whole(saved, partial, tell)
+        # Within the folder of a run, which checkpoint is the newest does not change.
+        make_visible(folder, tag, latest=not (folder / "latest").exists())
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if is_new and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+    return folder / tag
+
+
+def _write_whole(saved: Saved, partial: Path, tell: Progress) -> None:
     writer = RankWriter(partial, 0)
     total, done = sum(_bytes(saved, entry) for entry in saved.entries), 0
     for entry in saved.entries:
@@ -138,9 +153,6 @@ def merge(saved: Saved, folder: Path, tell: Progress = lambda *_: None) -> Path:
     part = partial / "rank-00000.json"
     write_json(partial / "index.json", {**saved.index, "entries": json.loads(part.read_text())["entries"]})
     part.unlink()
-    # Within the folder of a run, which checkpoint is the newest does not change.
-    make_visible(folder, tag, latest=not (folder / "latest").exists())
-    return folder / tag
 
 
 def _hollow(saved: Saved) -> tuple[Any, Mapping[str, Any]]:

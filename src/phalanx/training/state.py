@@ -95,7 +95,8 @@ def save(
     partial = partial_folder(folder, check_tag(tag))
     with Together(mesh, "preparing the folder"):
         if rank == 0:
-            _clear(partial)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
     writer = RankWriter(partial, rank, keep=asynchronous)
     with Together(mesh, "collecting the state"):
         scalars = _collect(engine, writer, exclude_frozen)
@@ -114,14 +115,19 @@ def save(
             commit(folder, tag, world, about, latest=latest, patience=WRITING_SECONDS)
 
     if differ(mesh, repr(client_state)) and rank == 0:
-        _log.warning("the client_state of the ranks is not the same: that of rank 0 is saved, for all of them")
+        _log.warning("the ranks' client_state is not the same: that of rank 0 is saved, for all of them")
     if asynchronous:
         return Writing(finish, publish)
     # One after the other: a rank whose disk is full may not even be able to leave a note for rank 0.
-    with Together(mesh, "writing"):
-        finish()
-    with Together(mesh, "making the checkpoint visible"):
-        publish()
+    try:
+        with Together(mesh, "writing"):
+            finish()
+        with Together(mesh, "making the checkpoint visible"):
+            publish()
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return None
 
 
@@ -389,8 +395,3 @@ def _check_same(mesh: Mesh, what: str, tag: str | None) -> None:
         raise CheckpointError(
             f"the ranks {what} different tags, this one {tag!r}: give all the same, and one folder that all see"
         )
-
-
-def _clear(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
