@@ -20,7 +20,7 @@ from phalanx.cli import app
 from phalanx.config import ConfigError
 from phalanx.training.checkpoint_folder import Saved
 from phalanx.training.recipe import DataRecipe, OptimizationRecipe, read_recipe
-from phalanx.training.run import rate, train
+from phalanx.training.run import main, rate, train
 from phalanx.training.text_data import IGNORED, batches, read_samples
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -63,8 +63,9 @@ def test_a_run_on_two_ranks_and_its_model_is_served(tiny_folder: Path, tmp_path:
     assert last["step"] == 6 and last["validation_loss"] < found[1]
     tags = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith("global")]
     assert tags == ["global_step6"]
-    again = run(recipe)
-    assert again.returncode != 0 and "--resume" in again.stderr
+    assert f"phalanx generate {tmp_path / 'run' / 'model'} " in done.stderr
+    again = CliRunner().invoke(app, ["train", str(recipe), "--nproc", "2"])
+    assert again.exit_code == 2 and again.stderr.count("holds a run already: go on with --resume") == 1
     with LLM(str(tmp_path / "run" / "model"), num_blocks=64, block_size=4, device="cpu") as llm:
         assert llm.generate("number 7 follows", max_tokens=8, temperature=0)[0].outputs[0].text
 
@@ -109,6 +110,18 @@ def test_recipes_name_every_fault(tmp_path: Path) -> None:
         read_recipe(tmp_path / "none.json")
     result = CliRunner().invoke(app, ["train", str(path)])
     assert result.exit_code == 2
+
+
+def test_rank_0_is_let_say_first_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said_before: list[str] = []
+    monkeypatch.setattr("phalanx.training.run.time.sleep", lambda seconds: said_before.append(capsys.readouterr().err))
+    monkeypatch.setattr("phalanx.training.run.signal.signal", lambda *told: None)
+    for rank, waits in (("0", 0), ("1", 1)):
+        monkeypatch.setenv("RANK", rank)
+        assert main([str(tmp_path / "none.json")]) == 1
+        assert "cannot be read" in capsys.readouterr().err and said_before == [""] * waits
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -62,6 +63,10 @@ def run_ranks(command: list[str], given: list[str]) -> int:
     settings = parse_args(command)
     # Not through its parser, which takes an option of the script for one of its own.
     settings.training_script_args = given
+    # What torch logs of ranks that end is said below in one line, beside what they have said themselves.
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.addHandler(logging.NullHandler())
+    elastic.propagate = False
     try:
         run(settings)
     except ChildFailedError as error:

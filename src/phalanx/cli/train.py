@@ -27,10 +27,13 @@ def train(
     torchrun.
     """
     from phalanx.config import ConfigError
+    from phalanx.training.checkpoint_folder import check_new_run
     from phalanx.training.recipe import read_recipe
 
     try:
         read = read_recipe(recipe)
+        if not resume:
+            check_new_run(Path(read.output.folder) / "checkpoints")
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     count = _devices() if nproc is None else nproc

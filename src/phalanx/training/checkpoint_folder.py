@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from phalanx.config import ConfigError
 from phalanx.layout.boxes import Box, meeting, relative, sizes
 
 FORMAT = "phalanx training checkpoint"
@@ -192,6 +193,12 @@ def newest_tag(folder: Path) -> str | None:
         return check_tag(latest.read_text(encoding="utf-8").strip())
     except ValueError as error:
         raise CheckpointError(f"{latest} does not name a checkpoint: {error}") from None
+
+
+def check_new_run(folder: Path) -> None:
+    """Raises ConfigError where a run has left its checkpoints already: a new one would write over them."""
+    if newest_tag(folder) is not None:
+        raise ConfigError(f"{folder} holds a run already: go on with --resume, or choose another output.folder")
 
 
 class _Entry(BaseModel):

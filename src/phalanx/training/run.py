@@ -7,6 +7,7 @@ import argparse
 import logging
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -23,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from phalanx.config import ConfigError
 from phalanx.parallel.loading import from_pretrained
-from phalanx.training.checkpoint_folder import Saved, newest_tag
+from phalanx.training.checkpoint_folder import Saved, check_new_run, newest_tag
 from phalanx.training.comm import init_distributed
 from phalanx.training.deepspeed import initialize
 from phalanx.training.engine import TrainingEngine
@@ -34,6 +35,8 @@ from phalanx.training.text_data import Samples, batches, read_samples
 from phalanx.training.together import most
 
 _log = logging.getLogger(__name__)
+_RANK_0_SECONDS = 5.0
+"""How long another rank waits for rank 0 to say what is wrong."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return train(read_recipe(given.recipe), resume=given.resume, base=given.base)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
+        if isinstance(error, ConfigError) and int(os.environ.get("RANK", "0")):
+            # Rank 0 most likely says the same, and its end ends this rank; else it is said here.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(_RANK_0_SECONDS)
         print(f"phalanx train: {error}", file=sys.stderr)
         return 1
 
@@ -68,8 +75,8 @@ def train(recipe: Recipe, *, resume: bool = False, base: str | None = None) -> i
             f"parallel.tensor_parallel_size={recipe.parallel.tensor_parallel_size} does not divide {world} ranks"
         )
     checkpoints = folder / "checkpoints"
-    if not resume and newest_tag(checkpoints) is not None:
-        raise ConfigError(f"{checkpoints} holds a run already: go on with --resume, or choose another output.folder")
+    if not resume:
+        check_new_run(checkpoints)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -92,10 +99,15 @@ def train(recipe: Recipe, *, resume: bool = False, base: str | None = None) -> i
         finished = loop.run(stopped)
     finally:
         loop.journal.close()
-    if finished and recipe.output.export:
-        engine.save_pretrained(folder / "model", tokenizer=tokenizer)
+    where = f"the run is in {folder}"
+    if not finished:
+        where += "; go on with --resume"
+    elif recipe.output.export:
+        model = folder / "model"
+        engine.save_pretrained(model, tokenizer=tokenizer)
+        where += f', its model in {model}; try it: phalanx generate {shlex.quote(str(model))} "..."'
     if engine.mesh.dp.rank == engine.mesh.tp.rank == 0:
-        print(f"the run is in {folder}" + ("" if finished else "; go on with --resume"), file=sys.stderr)
+        print(where, file=sys.stderr)
     return 0 if finished else 128 + signal.SIGTERM
 
 
