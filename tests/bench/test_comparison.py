@@ -37,8 +37,12 @@ def test_the_ratio_is_to_the_best_of_the_others():
         fixed("other", "fast", 2.0, 1.0, [[5, 6], [8]]),
         fixed("other", "broken"),
     ]
-    found = compare(Plan("throughput", WORKLOAD, WORKLOAD, 1), ours, peers)
+    lines = []
+    found = compare(Plan("throughput", WORKLOAD, WORKLOAD, 1), ours, peers, lines.append)
     assert not open_now
+    names = [line.split(" in ")[0] for line in lines]
+    assert names[:4] == ["phalanx: begins", "phalanx: done", "other slow: begins", "other slow: done"]
+    assert names[-1] == "other broken: begins"
     assert found["best_peer"] == "other fast"
     assert found["ratio"] == {"output_tok_per_s": 2.0, "output_tok_per_core_s": 0.5}
     assert [result.get("identical_answers") for result in found["results"]] == [None, 2, 1, None]

@@ -12,6 +12,7 @@ def test_throughput_beside_transformers(run, tiny_folder, tmp_path):
     flags = ["--peer", "transformers", "--peer-mode", "padded", "--peer-mode", "single", "--save", file, "--repeat", 2]
     done = run("bench", "throughput", tiny_folder, *SMALL, *flags, "--json", *ENGINE)
     assert done.exit_code == 0, done.stderr
+    assert "transformers padded: begins" in done.stderr and "Loading weights" not in done.stderr
     found = json.loads(done.stdout)
     assert found == json.loads(file.read_text())
     ours, padded, single = found["results"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,21 +16,27 @@ log = logging.getLogger("phalanx")
 Opener = Callable[[], Contender]
 
 
-def compare(plan: Plan, ours: Opener, peers: Sequence[tuple[str, str, Opener]]) -> dict[str, Any]:
+def compare(
+    plan: Plan,
+    ours: Opener,
+    peers: Sequence[tuple[str, str, Opener]],
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
     """Runs the plan on each contender, one after the other, each alone.
 
     Args:
         ours: opens the first contender; its errors are raised.
         peers: (engine, mode, opener) of the others; one that fails is reported with its error.
+        say: gets a line as each begins and ends, never while it is measured.
 
     Returns:
         ``results`` (a dict a contender), ``best_peer`` and ``ratio``: above 1, the first contender is faster.
     """
-    first, samples = _measured(plan, ours)
+    first, samples = _measured(plan, "phalanx", ours, say)
     results = [first]
     for engine, mode, opener in peers:
         try:
-            peer, theirs = _measured(plan, opener)
+            peer, theirs = _measured(plan, f"{engine} {mode}", opener, say)
         except Exception as error:
             # Whatever another engine raises is a fact about it, not a reason to lose the other figures.
             log.warning("%s %s failed: %s", engine, mode, error)
@@ -42,13 +49,16 @@ def compare(plan: Plan, ours: Opener, peers: Sequence[tuple[str, str, Opener]]) 
     return {"results": results, **_ratio(plan, first, rivals)}
 
 
-def _measured(plan: Plan, opener: Opener) -> tuple[dict[str, Any], list[Sample]]:
+def _measured(plan: Plan, name: str, opener: Opener, say: Callable[[str], None]) -> tuple[dict[str, Any], list[Sample]]:
+    say(f"{name}: begins")
+    begun = time.perf_counter()
     with opener() as contender:
         samples = contender.measure(plan)
         check_lengths(plan, samples)
         found = {"engine": contender.engine, "mode": contender.mode, **figures(plan, samples)}
         found.update({name: getattr(contender, name) for name in ("settings", "version") if hasattr(contender, name)})
     gc.collect()
+    say(f"{name}: done in {time.perf_counter() - begun:.1f} s")
     return found, samples
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ class Transformers(LocalContender):
         if threads is not None:
             torch.set_num_threads(threads)
         load: Any = AutoModelForCausalLM.from_pretrained
-        opened = load(model, dtype=dtype, attn_implementation="sdpa") if isinstance(model, Path) else model
+        with _no_bars():
+            opened = load(model, dtype=dtype, attn_implementation="sdpa") if isinstance(model, Path) else model
         self.model: Any = opened.to(device).eval()
         self.device = device
         self._held = ExitStack()
@@ -96,7 +97,7 @@ class Transformers(LocalContender):
             lengths = [len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True)]
             config.num_blocks = sum(-(-length // page) + 1 for length in lengths)
         return self.model.continuous_batching_context_manager(
-            generation_config=_greedy(None), continuous_batching_config=config
+            generation_config=_greedy(None, no_end=-1), continuous_batching_config=config
         )
 
     def _continuous(self, workload: Workload) -> list[list[int]]:
@@ -132,7 +133,21 @@ class _Streamer:
     def end(self) -> None: ...
 
 
-def _greedy(length: int | None) -> Any:
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _greedy(length: int | None, no_end: int | None = None) -> Any:
+    """``no_end`` is how the end token is said that there is none; continuous batching warns of None."""
     from transformers import GenerationConfig
 
-    return GenerationConfig(do_sample=False, max_new_tokens=length, eos_token_id=None, pad_token_id=0)
+    return GenerationConfig(do_sample=False, max_new_tokens=length, eos_token_id=no_end, pad_token_id=0)

@@ -145,7 +145,7 @@ def measure(
     from phalanx.bench.machine import command, machine
     from phalanx.bench.ours import Phalanx
     from phalanx.bench.workload import Plan, draw
-    from phalanx.cli.running import load
+    from phalanx.cli.running import load, notes
 
     longest = prompt_len[-1] + output_len[-1]
     llm = load(model, engine, output, max_model_len=longest, prefix_cache=False)
@@ -156,10 +156,10 @@ def measure(
         draw(options.requests, prompt_len, output_len, vocab, options.seed),
         options.repeat,
     )
-    where = machine()
+    where, console = machine(), notes()
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as scratch:
         peers = list(_peers(model, options, engine, llm, plan, Path(scratch)))
-        found = compare(plan, lambda: Phalanx(llm), peers)
+        found = compare(plan, lambda: Phalanx(llm), peers, lambda line: console.print(line, markup=False))
     return {
         "command": command(),
         "machine": where,
