@@ -147,6 +147,13 @@ def test_no_process_is_left_when_the_server_is_killed(tiny_folder: Path) -> None
         wait_for(lambda: not any(map(alive, processes)))
 
 
+def template(folder: Path, text: str) -> Path:
+    """A chat template in a file."""
+    path = folder.parent / f"{folder.name}.jinja"
+    path.write_text(text)
+    return path
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -156,6 +163,10 @@ def test_no_process_is_left_when_the_server_is_killed(tiny_folder: Path) -> None
         (lambda folder: [folder, "--op", "attention=none-such"], 2, "none-such"),
         (lambda folder: [folder, "--api-key", ""], 2, "API key is empty"),
         (lambda folder: [folder, "--max-prompts", "65537"], 2, "--max-prompts"),
+        (lambda folder: [folder, "--max-body-size", "0"], 2, "--max-body-size"),
+        (lambda folder: [folder, "--api-key-file", folder], 2, "--api-key-file"),
+        (lambda folder: [folder, "--chat-template", folder / "model.safetensors"], 2, "--chat-template"),
+        (lambda folder: [folder, "--chat-template", template(folder, "{% if")], 2, "no jinja template"),
     ],
 )
 def test_what_cannot_start_says_why(

@@ -97,20 +97,23 @@ class ServerOptions:
             raise typer.BadParameter(f"--max-prompts is at most {MAX_PROMPTS}, given {self.max_prompts}")
         if not 1 <= self.data_parallel <= 64:
             raise typer.BadParameter(f"--data-parallel is 1 to 64, given {self.data_parallel}")
+        max_body_bytes = parse_size(self.max_body_size)
+        if max_body_bytes < 1:
+            raise typer.BadParameter(f"--max-body-size must be at least 1 byte, given {self.max_body_size!r}")
         return ServerSettings(
             model=model,
             engine=engine,
             names=tuple(self.served_model_name),
             api_keys=(*self.api_key, *self._keys_of_file()),
             cors_origins=tuple(self.cors_origin),
-            max_body_bytes=parse_size(self.max_body_size),
+            max_body_bytes=max_body_bytes,
             max_prompts=self.max_prompts,
             max_queue=self.max_queue,
             request_timeout=self.request_timeout or None,
             drain_timeout=self.drain_timeout,
             data_parallel=self.data_parallel,
             restart=self.restart,
-            chat_template=None if self.chat_template is None else self.chat_template.read_text(encoding="utf-8"),
+            chat_template=None if self.chat_template is None else _text("--chat-template", self.chat_template),
             trust_request_templates=self.trust_request_chat_template,
             tool_format=None if self.tool_format == "none" else self.tool_format,
             reasoning_format=None if self.reasoning_format == "none" else self.reasoning_format,
@@ -122,10 +125,18 @@ class ServerOptions:
     def _keys_of_file(self) -> list[str]:
         if self.api_key_file is None:
             return []
-        keys = [line.strip() for line in self.api_key_file.read_text(encoding="utf-8").splitlines()]
+        keys = [line.strip() for line in _text("--api-key-file", self.api_key_file).splitlines()]
         if not any(keys):
             raise typer.BadParameter(f"--api-key-file {self.api_key_file} holds no key")
         return [key for key in keys if key]
+
+
+def _text(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise typer.BadParameter(f"{option} {path} cannot be read: {reason}") from None
 
 
 @grouped

@@ -36,6 +36,9 @@ class Service:
     Args:
         settings: of the server.
         opened: the model, for its tokenizer.
+
+    Raises:
+        ValueError: a chat template, or the name of a format, that is none.
     """
 
     def __init__(self, settings: ServerSettings, opened: OpenedModel) -> None:
@@ -44,6 +47,7 @@ class Service:
         self.tokenizer = opened.tokenizer()
         if self.tokenizer is not None and settings.chat_template is not None:
             self.tokenizer.chat_template = settings.chat_template
+            _check_template(self.tokenizer)
         self.engine = Engines(settings.model, settings.engine, settings.data_parallel, settings.restart)
         self.metrics = Metrics(self.names[0], self.engine)
         self.token_texts = TokenTexts(self.tokenizer) if self.tokenizer is not None else None
@@ -213,6 +217,18 @@ class Service:
     def _reader(self, tokenizer: Any) -> PromptReader:
         ready = self.ready
         return PromptReader(tokenizer, ready.vocab_size, ready.max_model_len)
+
+
+def _check_template(tokenizer: Any) -> None:
+    """Raises ValueError where the chat template is none; what it refuses is for each request to say."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is no jinja template: {error.message}, line {error.lineno}") from None
+    except Exception:
+        return
 
 
 def _formats(settings: ServerSettings, tokenizer: Any) -> tuple[str | None, str | None]:
