@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,9 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from phalanx.server.edge import RequestRecord
+from phalanx.server.request_log import RequestLog
+from phalanx.server.settings import ServerSettings
 from tests.server.running import NAME, Server, serving, wait_for
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -121,3 +126,11 @@ def test_the_page_runs_its_own_script_only(server: Server) -> None:
     assert answer.headers["Content-Type"].startswith("text/html")
     policy = answer.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "script-src 'sha256-" in policy and "unsafe" not in policy
+
+
+def test_a_log_that_nobody_reads_is_no_harm() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb", buffering=0) as raw:
+        log = RequestLog(ServerSettings(model="x"), io.TextIOWrapper(raw, write_through=True))
+        log(RequestRecord("req-1", "GET", "/none"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from typing import Any, TextIO
 
 from phalanx.server.edge import RequestRecord
@@ -32,7 +33,9 @@ class RequestLog:
             return
         fields = _fields(record)
         line = encode(fields).decode() if self._json else _plain(fields)
-        print(line, file=self._out, flush=True)
+        # Whoever read the log may have ended, or its disk be full: the request has been answered all the same.
+        with suppress(OSError):
+            print(line, file=self._out, flush=True)
 
 
 def _fields(record: RequestRecord) -> dict[str, Any]:
