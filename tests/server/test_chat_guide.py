@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from phalanx.server.chat_job import guide_of, opens_reasoning
+from phalanx.server.chat_job import chat_job, guide_of, opens_reasoning
+from phalanx.server.errors import ApiError
 from phalanx.server.schema_chat import ChatRequest
 
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,18 @@ def test_it_begins_behind_the_thinking_that_the_prompt_has_opened(fields: dict[s
     assert plain is not None and plain.after == "" and plain.text == guide.text
     free = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}]})
     assert guide_of(service, free, opened) is None
+
+
+def test_a_server_without_a_format_of_calls_names_those_there_are() -> None:
+    async def chat_text(*given: Any) -> str:
+        return "x"
+
+    def let(*given: Any) -> None: ...
+
+    service: Any = SimpleNamespace(
+        reasoning_format=None, tool_format=None, check_model=let, check_open=let, chat_text=chat_text
+    )
+    asked = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "required"}
+    record: Any = None
+    with pytest.raises(ApiError, match=r"--tool-format \(hermes, llama3, mistral\)"):
+        asyncio.run(chat_job(service, ChatRequest.model_validate(asked), record))

@@ -10,7 +10,7 @@ from phalanx.server.chat_output import ChatOutput
 from phalanx.server.edge import RequestRecord
 from phalanx.server.errors import ApiError
 from phalanx.server.generation import Generation, Job
-from phalanx.server.parsing import OutputParser, tool_guide
+from phalanx.server.parsing import OutputParser, tool_formats, tool_guide
 from phalanx.server.parsing.reasoning import MARKS
 from phalanx.server.schema_chat import ChatRequest
 from phalanx.server.service import Service
@@ -87,7 +87,10 @@ def _parser(service: Service, body: ChatRequest, opens: bool) -> OutputParser | 
     tool_format, reasoning_format = service.tool_format if tools else None, service.reasoning_format
     if tools and tool_format is None:
         raise ApiError(
-            400, "how this model calls functions is not known: start the server with --tool-format", param="tools"
+            400,
+            "how this model calls functions is not known: start the server with --tool-format "
+            f"({', '.join(tool_formats())})",
+            param="tools",
         )
     if tool_format is None and reasoning_format is None:
         return None
