@@ -26,6 +26,24 @@ def test_help_imports_nothing_heavy() -> None:
     assert "generate" in out and out.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pull", "smollm3"], "is not packaged"),
+        (["generate", "smolm2", "x"], "did you mean 'smollm2'"),
+        (["info", "no-such-model"], "neither a folder"),
+    ],
+)
+def test_a_mistyped_model_is_told_without_torch(arguments: list[str], said: str) -> None:
+    code = (
+        "import sys\nfrom phalanx.cli import app\n"
+        f"try:\n    app({arguments})\nexcept SystemExit as end:\n    assert end.code == 2\n"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'huggingface_hub') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said in done.stderr and done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_speaks_json(run, command):
     done = run(*command, "--help")

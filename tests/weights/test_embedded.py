@@ -33,7 +33,8 @@ def index():
 def test_the_second_call_finds_it_in_the_cache(tmp_path, index):
     lines = []
     path = pull(MODEL, tmp_path / "cache", download=index, progress=lines.append)
-    assert path.read_bytes() == CONTENT and lines
+    assert path.read_bytes() == CONTENT
+    assert lines[0].startswith("downloading ") and lines[-1] == f"downloaded to {path}"
     assert list(path.parent.iterdir()) == [path]
     assert pull(MODEL, tmp_path / "cache", download=index) == path and index.calls == 1
 

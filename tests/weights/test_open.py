@@ -4,6 +4,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors.torch import save_file
 
 from phalanx.weights import MemorySource, WeightError, hub, open_source
+from phalanx.weights.hub import snapshot
 
 
 def save(folder, name="model.safetensors", **tensors):
@@ -68,14 +69,18 @@ def test_weights_are_fetched_by_preferred_format(tmp_path, fake_hub):
     calls, answers = fake_hub
     (tmp_path / "config").mkdir()
     answers += [LocalEntryNotFoundError("x"), tmp_path / "config", save(tmp_path / "bin")]
-    assert open_source("owner/name").names() == ["w"]
+    lines: list[str] = []
+    assert snapshot("owner/name", progress=lines.append) == tmp_path / "bin"
+    assert lines == ["downloading owner/name from the Hugging Face hub", f"downloaded to {tmp_path / 'bin'}"]
     assert "*.safetensors" in calls[1]["allow_patterns"] and "*.bin" in calls[2]["allow_patterns"]
 
 
 def test_offline_and_absent_is_explained(tmp_path, fake_hub):
     _, answers = fake_hub
     answers += [tmp_path, OfflineModeIsEnabled("offline")]  # the cache has the config only
-    with pytest.raises(WeightError, match=r"'owner/name' .* neither a local path, nor complete in the cache"):
+    with pytest.raises(
+        WeightError, match=r"'owner/name': there is no folder of that name .* neither complete in the cache"
+    ):
         open_source("owner/name")
 
 

@@ -13,7 +13,7 @@ import typer
 
 from phalanx.cli.option_groups import grouped
 from phalanx.cli.options import EngineOptions, OutputOptions, SamplingOptions, check_sampling
-from phalanx.cli.running import has_template, load, notes
+from phalanx.cli.running import check_name, has_template, load, notes
 
 if TYPE_CHECKING:
     from phalanx.engine import LLM
@@ -39,6 +39,7 @@ def chat(
     for name in ("n", "logprobs", "prompt_logprobs"):
         if name in settings:
             raise typer.BadParameter(f"a conversation has no {name}: use phalanx generate")
+    check_name(model)
     check_sampling(settings)
     with load(model, engine, output) as llm:
         if not has_template(llm):

@@ -41,12 +41,14 @@ def check(
 
     Exit code 0 where all is equal, 1 where something differs.
     """
-    from phalanx.cli.running import notes, set_logging
+    from phalanx.cli.running import fetched, notes, sayer, set_logging
 
     set_logging(output)
-    with notes().status(f"reading {model}") as status:
+    console, sizes = notes(), _sizes(tp)
+    with console.status(f"reading {model}") as status:
+        fetched(model, sayer(console, status))
         found = compare(
-            model, random=random, tokens=tokens, tp=_sizes(tp), seed=seed, plugins=plugin or [], progress=status.update
+            model, random=random, tokens=tokens, tp=sizes, seed=seed, plugins=plugin or [], progress=status.update
         )
     if output.json:
         typer.echo(
@@ -68,7 +70,6 @@ def compare(
     """
     import torch
 
-    from phalanx.cli.running import fetched
     from phalanx.config import ConfigError, engine_config
     from phalanx.engine.check import check_model, random_reference
     from phalanx.engine.opened_model import OpenedModel, load_policies
@@ -78,7 +79,7 @@ def compare(
     load_policies(engine_config(plugins=tuple(plugins)))
     from phalanx.engine.opened_model import locate
 
-    path = locate(fetched(model, progress)) or Path(model)
+    path = locate(model) or Path(model)
     folder = path.parent if path.name == "config.json" else path
     opened = OpenedModel(str(folder))
     policy = policy_for(opened.config)

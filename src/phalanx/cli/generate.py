@@ -16,7 +16,7 @@ from phalanx.cli.failures import BAD_INPUT, FAILED
 from phalanx.cli.jobs import Job, Record, read_jobs, run_jobs
 from phalanx.cli.option_groups import grouped
 from phalanx.cli.options import EngineOptions, OutputOptions, SamplingOptions, check_sampling
-from phalanx.cli.running import has_template, load, notes
+from phalanx.cli.running import check_name, has_template, load, notes
 
 if TYPE_CHECKING:
     from phalanx.engine import LLM
@@ -60,6 +60,7 @@ def generate(
     line that cannot run gives a record with an "error"; the others run, and the exit code is 2.
     """
     jobs = _jobs(prompts or [], input)
+    check_name(model)
     defaults = sampling.settings()
     as_records = output.json or input is not None or output_file is not None
     if not as_records and ("logprobs" in defaults or "prompt_logprobs" in defaults):

@@ -32,11 +32,12 @@ def info(
     output: OutputOptions,
 ) -> None:
     """Say what a model is and what it takes on each rank. Reads headers, no weights, and needs no GPU."""
-    from phalanx.cli.running import fetched, notes, set_logging
+    from phalanx.cli.running import fetched, notes, sayer, set_logging
 
     set_logging(output)
-    with notes().status(f"reading {model}") as status:
-        found = describe(fetched(model, status.update), engine, tokens)
+    console = notes()
+    with console.status(f"reading {model}") as status:
+        found = describe(fetched(model, sayer(console, status)), engine, tokens)
     if output.json:
         typer.echo(json.dumps(found, indent=2))
     else:

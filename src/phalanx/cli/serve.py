@@ -12,7 +12,7 @@ import typer
 from phalanx.cli.failures import Failure
 from phalanx.cli.option_groups import grouped
 from phalanx.cli.options import EngineOptions, OutputOptions, parse_size
-from phalanx.cli.running import fetched, notes, set_logging
+from phalanx.cli.running import fetched, notes, sayer, set_logging
 
 if TYPE_CHECKING:
     from phalanx.server.service import Service
@@ -166,8 +166,9 @@ def serve(
     engine_config(settings.engine)
     listener = listen_unix(server.uds) if server.uds is not None else listen(server.host, server.port)
     url = f"unix:{server.uds}" if server.uds is not None else _url(server.host, listener.getsockname()[1])
-    with notes().status(f"loading {model}") as status:
-        fetched(model, status.update)
+    console = notes()
+    with console.status(f"loading {model}") as status:
+        fetched(model, sayer(console, status))
 
         def on_ready(service: Service) -> None:
             status.stop()

@@ -63,6 +63,7 @@ def _base(model: str, output: Path) -> Path:
     import torch
 
     from phalanx.bench.hf_copy import hf_folder
+    from phalanx.cli.running import fetched, notes, sayer
 
     copy = output / "base"
     note = copy / "copy_of.txt"
@@ -73,6 +74,9 @@ def _base(model: str, output: Path) -> Path:
                 "choose another output.folder"
             )
         return copy
+    console = notes()
+    with console.status(f"reading {model}") as status:
+        fetched(model, sayer(console, status))
     folder = hf_folder(model, torch.float32, False, copy)
     if folder == copy.absolute():
         note.write_text(model, encoding="utf-8")

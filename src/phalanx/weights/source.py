@@ -9,13 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-
-class WeightError(ValueError):
-    """Weights that cannot be used. `problems` lists every reason, and the message shows them all."""
-
-    def __init__(self, *problems: str) -> None:
-        self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
+from phalanx.weights.names import WeightError as WeightError
 
 
 class TensorInfo(NamedTuple):
