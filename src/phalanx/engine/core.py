@@ -16,6 +16,7 @@ import numpy as np
 
 from phalanx.engine.guides import token_masks
 from phalanx.engine.inference_engine import InferenceEngine
+from phalanx.engine.repetition import Repetition
 from phalanx.engine.runner import StepResult
 from phalanx.engine.sampler import RowLogprobs, SampledRows
 from phalanx.engine.scheduler import Scheduler
@@ -62,6 +63,7 @@ class EngineCore:
         self.engine = engine
         self.kv = engine.kv
         self.scheduler = Scheduler(engine.kv, engine.max_num_seqs, engine.token_budget)
+        self._repetition = Repetition(self.scheduler, engine.kv)
         self.on_token = on_token
         self.asynchronous = asynchronous
         self._flight: Flight | None = None
@@ -133,6 +135,20 @@ class EngineCore:
     # -- launching
 
     def _launch(self, drained: bool) -> Flight | None:
+        following = self._repetition.go_on()
+        if following is None:
+            return self._launch_scheduled(drained)
+        requests, blocks = following
+        step_id = self._step_id
+        for request in requests:
+            request.num_computed += 1
+            request.last_step = step_id
+            request.pending += 1
+        self._step_id += 1
+        step = Step(step_id, [], [], [], further=blocks)
+        return Flight(step, requests, self.engine.executor.launch(step))
+
+    def _launch_scheduled(self, drained: bool) -> Flight | None:
         scheduled = self.scheduler.schedule(drained)
         if not scheduled:
             return None
@@ -151,7 +167,9 @@ class EngineCore:
                 masked = masked or request.guide is not None
         step = Step(self._step_id, rows, writes, samplers, masked=masked)
         self._step_id += 1
-        return Flight(step, list(scheduled), self.engine.executor.launch(step))
+        requests = list(scheduled)
+        self._repetition.begin(requests, rows, masked)
+        return Flight(step, requests, self.engine.executor.launch(step))
 
     def _row(self, request: Request, count: int) -> Row:
         start, prompt_len = request.num_computed, request.prompt_len
@@ -193,10 +211,19 @@ class EngineCore:
             raise RuntimeError("a scheduled step was not sampled")
         sampled = flight.result.sampled()
         touched: list[Request] = []
-        drawn = dict(zip(sampled.owner, sampled.tokens.tolist(), strict=True))
         self._keep_logprobs(flight, sampled.logprobs, sampled.prompt_logprobs)
         self._keep_states(flight, sampled)
         self.kv.step_completed(flight.step.step_id)
+        if flight.step.further is not None:
+            for request, token in zip(flight.requests, sampled.tokens.tolist(), strict=True):
+                if request.status is not Status.FINISHED:
+                    # Every token read so far has its KV: the last one got it in this step.
+                    self.kv.commit(request, len(request.tokens))
+                    request.pending -= 1
+                    self._take(request, token)
+                    touched.append(request)
+            return touched
+        drawn = dict(zip(sampled.owner, sampled.tokens.tolist(), strict=True))
         for index, (request, row) in enumerate(zip(flight.requests, flight.step.rows, strict=True)):
             # Ended meanwhile: what the step computed for it is discarded.
             if request.status is Status.FINISHED:

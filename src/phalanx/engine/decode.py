@@ -40,6 +40,38 @@ class Decoded:
     tokens: Tensor
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """Rows that each add one token and draw the next from its logits alone; int64 [rows] each, as in ``Row``."""
+
+    slots: np.ndarray[Any, Any]
+    starts: np.ndarray[Any, Any]
+    rope_lens: np.ndarray[Any, Any]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Decoding | None:
+        """These rows, if they all are such."""
+        if not all(row.count == 1 and row.draw and row.logits == LOGITS_LAST and not row.pool for row in rows):
+            return None
+        return cls(
+            np.array([row.slot for row in rows]),
+            np.array([row.start for row in rows]),
+            np.array([row.rope_len for row in rows]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def further(self) -> Decoding:
+        """The same rows, a token further."""
+        return Decoding(self.slots, self.starts + 1, self.rope_lens)
+
+    def rows(self) -> list[Row]:
+        """One by one; their blocks are known."""
+        each = zip(self.slots.tolist(), self.starts.tolist(), self.rope_lens.tolist(), strict=True)
+        return [Row(slot, start, 1, LOGITS_LAST, True, rope_len, 0, []) for slot, start, rope_len in each]
+
+
 class DecodeStep:
     """Computes decode steps of at most ``max(sizes)`` rows, from captured graphs where there are some.
 
@@ -71,21 +103,13 @@ class DecodeStep:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Decoded]] = {}
         self._pool: Any = None
 
-    def fits(self, rows: Sequence[Row]) -> bool:
-        """Whether these rows are a decode step: each adds one token and draws the next from its logits alone."""
-        return len(rows) <= self.sizes[-1] and all(
-            row.count == 1 and row.draw and row.logits == LOGITS_LAST for row in rows
-        )
-
-    def run(self, rows: Sequence[Row]) -> Decoded:
-        """One step of rows that fit; the first ``len(rows)`` rows of the result are theirs, and valid until the next
-        run."""
+    def run(self, rows: Decoding) -> Decoded:
+        """One step of at most ``max(sizes)`` rows; the first ``len(rows)`` rows of the result are theirs, and valid
+        until the next run."""
         count = len(rows)
         size = next(size for size in self.sizes if size >= count)
         host = np.empty((3, size), np.int64)
-        host[0, :count] = [row.slot for row in rows]
-        host[1, :count] = [row.start for row in rows]
-        host[2, :count] = [row.rope_len for row in rows]
+        host[:, :count] = rows.slots, rows.starts, rows.rope_lens
         host[:, count:] = _PADDING
         self._fill(host)
         if size not in self._graphs:

@@ -37,7 +37,7 @@ class KVManager:
         self.regime = regime
         # What the model's own hooks answer where they are not overridden, without asking them in every step.
         hooks = ("maybe_allocate_kv", "get_kv_requirements", "get_remaining_block_capacity")
-        self._plain = all(getattr(type(model), hook) is getattr(TransformerModel, hook) for hook in hooks)
+        self.plain = all(getattr(type(model), hook) is getattr(TransformerModel, hook) for hook in hooks)
         self.completed_step = -1
         self._leaving: list[tuple[int, list[int]]] = []
 
@@ -61,7 +61,7 @@ class KVManager:
 
     def allocate(self, sequence: Sequence, num_new_tokens: int) -> bool:
         """Blocks for this many more tokens; False, and nothing taken, where they are not free."""
-        if self._plain and num_new_tokens <= len(sequence.blocks[0]) * self.block_size - sequence.num_computed:
+        if self.plain and num_new_tokens <= len(sequence.blocks[0]) * self.block_size - sequence.num_computed:
             return True
         return self.model.maybe_allocate_kv(sequence, num_new_tokens, self)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.distributed.group import GroupError
-from phalanx.engine.decode import DecodeStep, decode_sizes
+from phalanx.engine.decode import DecodeStep, Decoding, decode_sizes
 from phalanx.engine.kv_storage import KVStorage
 from phalanx.engine.pooling import Pooled, forward_pooled, with_pooled
 from phalanx.engine.sampler import SampledRows, SamplerTable
@@ -71,6 +71,8 @@ class Runner:
         # What a masked step has left to sample: its logits, its rows, which of them each row of logits is of; and what
         # was pooled of its hidden states.
         self._unsampled: tuple[Tensor, list[Row], np.ndarray[Any, Any], Pooled | None] | None = None
+        # The rows of the last step, if each added one token.
+        self._decoding: Decoding | None = None
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Makes the KV pool, the dummy block included."""
@@ -97,23 +99,35 @@ class Runner:
 
     def launch(self, step: Step) -> StepResult:
         """One forward, and the sampling as a launch of its own behind it; ``sample`` launches that of a masked step."""
-        self._apply(step)
-        self._unsampled = None
-        if self.samplers is not None and self.decode is not None and step.given is None and self.decode.fits(step.rows):
-            count = len(step.rows)
-            decoded = self.decode.run(step.rows)
-            if self.samplers.all_greedy(step.rows):
-                return self._sampled(SampledRows(list(range(count)), decoded.tokens[:count], None, None))
-            logits = self.model.unembed.gather(decoded.logits[:count])
-            return self._sample(self.samplers, step, logits, np.arange(count), None)
-        batch, logit_rows = self.build_batch(step.rows, step.given)
-        if any(row.pool for row in step.rows):
-            logits, pooled = forward_pooled(self.model, batch, step.rows, self.staging)
+        decoding = self._decoding_of(step)
+        self._apply(step, decoding)
+        self._unsampled, self._decoding = None, decoding
+        rows = step.rows
+        if decoding is not None and self.samplers is not None and self.decode is not None:
+            count = len(decoding)
+            if count <= self.decode.sizes[-1]:
+                decoded = self.decode.run(decoding)
+                if self.samplers.all_greedy(decoding.slots.tolist()):
+                    return self._sampled(SampledRows(list(range(count)), decoded.tokens[:count], None, None))
+                logits = self.model.unembed.gather(decoded.logits[:count])
+                return self._sample(self.samplers, step, rows or decoding.rows(), logits, np.arange(count), None)
+        if decoding is not None and not rows:
+            rows = decoding.rows()
+        batch, logit_rows = self.build_batch(rows, step.given)
+        if any(row.pool for row in rows):
+            logits, pooled = forward_pooled(self.model, batch, rows, self.staging)
         else:
             logits, pooled = self.model.forward(batch), None
         if self.samplers is None or step.given is not None:
             return StepResult(logits, None)
-        return self._sample(self.samplers, step, logits, logit_rows, pooled)
+        return self._sample(self.samplers, step, rows, logits, logit_rows, pooled)
+
+    def _decoding_of(self, step: Step) -> Decoding | None:
+        if step.further is None:
+            return Decoding.of(step.rows) if step.given is None else None
+        if self._decoding is None:
+            raise RuntimeError("a step goes on with the rows of one that was no decode step")
+        return self._decoding.further()
 
     def sample(self, masks: Masks) -> StepResult:
         """The sampling of the masked step that was launched last."""
@@ -126,14 +140,15 @@ class Runner:
         self,
         samplers: SamplerTable,
         step: Step,
+        rows: list[Row],
         logits: Tensor,
         owner: np.ndarray[Any, Any],
         pooled: Pooled | None,
     ) -> StepResult:
         if step.masked:
-            self._unsampled = logits, step.rows, owner, pooled
+            self._unsampled = logits, rows, owner, pooled
             return StepResult(None, None)
-        return self._sampled(with_pooled(samplers.sample(logits, step.rows, owner), pooled))
+        return self._sampled(with_pooled(samplers.sample(logits, rows, owner), pooled))
 
     def _sampled(self, rows: SampledRows) -> StepResult:
         fault = self.model.group.fault_flag
@@ -216,17 +231,19 @@ class Runner:
         decode_step = DecodeStep(self.model, self.tokens, self.block_tables, self.staging, [num_seqs])
         decode_step.compute_padding(num_seqs)
 
-    def _apply(self, step: Step) -> None:
+    def _apply(self, step: Step, decoding: Decoding | None) -> None:
         """Brings the tables up to date."""
         if self.samplers is not None:
             for slot, sampler in step.samplers:
                 self.samplers.set(slot, sampler)
         if step.writes:
             self._scatter(self.tokens, [(w.slot, w.start, w.tokens) for w in step.writes])
-        for group, table in enumerate(self.block_tables):
-            changes = [(row.slot, row.first_block, row.blocks[group]) for row in step.rows if row.blocks]
-            if changes:
-                self._scatter(table, changes)
+        new = [(row.slot, row.first_block, row.blocks) for row in step.rows if row.blocks]
+        if step.further and decoding is not None:
+            new = [(int(decoding.slots[each.index]), each.first_block, each.blocks) for each in step.further]
+        if new:
+            for group, table in enumerate(self.block_tables):
+                self._scatter(table, [(slot, first, blocks[group]) for slot, first, blocks in new])
 
     def _scatter(self, table: Tensor, changes: list[tuple[int, int, list[int]]]) -> None:
         """Writes runs of values into rows of a table: (row, first column, values) each."""

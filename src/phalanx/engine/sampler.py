@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,9 +96,9 @@ class SamplerTable:
         else:
             self._not_greedy.add(slot)
 
-    def all_greedy(self, rows: list[Row]) -> bool:
-        """Whether every row takes the likeliest token, and nothing else is wanted of its logits."""
-        return not self._not_greedy or self._not_greedy.isdisjoint(row.slot for row in rows)
+    def all_greedy(self, slots: Iterable[int]) -> bool:
+        """Whether each of these slots takes the likeliest token, and nothing else is wanted of its logits."""
+        return not self._not_greedy or self._not_greedy.isdisjoint(slots)
 
     def sample(
         self,

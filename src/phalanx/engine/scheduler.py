@@ -14,7 +14,7 @@ from phalanx.engine.sequence import Request, Status
 
 
 class Scheduler:
-    """Owns the waiting and the running requests.
+    """Owns the waiting and the running requests. ``changes`` counts how often what runs has changed.
 
     Args:
         kv: gives them blocks.
@@ -28,6 +28,7 @@ class Scheduler:
         self.token_budget = token_budget
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.changes = 0
         self.num_preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
         self._slots = list(range(max_num_seqs - 1, -1, -1))
@@ -35,6 +36,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether a request waits that has a place; it may lack blocks or tokens."""
+        return bool(self.waiting) and len(self.running) < self.max_num_seqs
 
     def add(self, request: Request) -> None:
         """Queues a request by its order of arrival."""
@@ -47,8 +53,7 @@ class Scheduler:
     def finish(self, request: Request, reason: str) -> None:
         """Ends a request in whatever state it is; its blocks return once no launched step names them."""
         if request in self.running:
-            self.running.remove(request)
-            self._slots.append(request.slot)
+            self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         self.kv.free(request)
@@ -104,9 +109,13 @@ class Scheduler:
                 break
         return returned
 
-    def _preempt(self, request: Request) -> None:
+    def _leave(self, request: Request) -> None:
         self.running.remove(request)
         self._slots.append(request.slot)
+        self.changes += 1
+
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
         self.kv.free(request)
         request.slot = request.sent_blocks = -1
         request.preemptions += 1
@@ -148,6 +157,7 @@ class Scheduler:
     def _start(self, request: Request) -> None:
         request.slot = self._slots.pop()
         request.status = Status.RUNNING
+        self.changes += 1
         position = len(self.running)
         while position and self.running[position - 1].arrival > request.arrival:
             position -= 1

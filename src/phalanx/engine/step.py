@@ -60,10 +60,23 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     pool: int = POOL_NONE
 
 
+class Blocks(msgspec.Struct, array_like=True, frozen=True):
+    """New blocks of the row ``index`` of a step that goes on with the rows of the last one; as in ``Row``."""
+
+    index: int
+    first_block: int
+    blocks: list[list[int]]
+
+
 class Step(msgspec.Struct, tag="step", frozen=True):
     """One forward. Its input ids are ``given``, one after the other, and its result are logits; or they come from the
     token table (``given`` is None), and its rows draw tokens into it: at once, or if it is ``masked``, when the Masks
-    follow that say which tokens some of them may draw."""
+    follow that say which tokens some of them may draw.
+
+    Attributes:
+        further: its rows are those of the last step, each a token further, with these new blocks; ``rows`` is empty.
+            Only behind a step whose rows each added one token and drew the next.
+    """
 
     step_id: int
     rows: list[Row]
@@ -71,6 +84,7 @@ class Step(msgspec.Struct, tag="step", frozen=True):
     samplers: list[tuple[int, Sampler]]
     given: list[int] | None = None
     masked: bool = False
+    further: list[Blocks] | None = None
 
 
 class Masks(msgspec.Struct, tag="masks", frozen=True):
