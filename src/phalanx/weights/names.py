@@ -9,7 +9,7 @@ from pathlib import Path
 EMBEDDED = "smollm2"
 """The packaged model."""
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class WeightError(ValueError):
@@ -21,7 +21,7 @@ class WeightError(ValueError):
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a string has the form `owner/name` or `name`."""
+    """Whether a string has the form `owner/name` or `name`; `./name` is a path."""
     return _HUB_ID.fullmatch(name) is not None
 
 
