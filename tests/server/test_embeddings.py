@@ -45,6 +45,9 @@ def test_dimensions_cut_only_where_that_is_asked_for(client: openai.OpenAI) -> N
     with pytest.raises(openai.BadRequestError, match="say truncate=true") as caught:
         client.embeddings.create(model=NAME, input="hello", dimensions=8)
     assert caught.value.param == "dimensions"
+    with pytest.raises(openai.BadRequestError, match="dimensions, which says where") as caught:
+        client.embeddings.create(model=NAME, input="hello", extra_body={"truncate": True})
+    assert caught.value.param == "truncate"
     cut = client.embeddings.create(model=NAME, input="hello", dimensions=8, extra_body={"truncate": True})
     np.testing.assert_allclose(cut.data[0].embedding, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-5)
     with pytest.raises(openai.BadRequestError, match=f"embeddings have {len(whole)} numbers"):

@@ -22,6 +22,10 @@ def check(answer: httpx.Response, what: Any) -> None:
         assert "Traceback" not in answer.text and "site-packages" not in answer.text and "/src/" not in answer.text
 
 
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 @pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.slow)])
 def test_mutated_bodies(server: Server, count: int) -> None:
     pid, statuses = server.engine_pid, []
@@ -95,6 +99,8 @@ def test_refused_fields_are_named(server: Server, fields: dict[str, Any], param:
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "none"}}}}, "schema"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"reasoning_effort": "high"}, "chat_template_kwargs"),
+        ({"tools": [tool({"type": "array"})]}, "tools.0.function.parameters"),
+        ({"tools": [tool({}), tool("x")]}, "tools.1.function.parameters"),
     ],
 )
 def test_refused_fields_of_chat_are_named(server: Server, fields: dict[str, Any], named: str) -> None:

@@ -82,6 +82,13 @@ def test_limits_of_time_and_of_the_queue(tiny_folder: Path) -> None:
         assert refused.json()["error"]["code"] == "queue_full"
         with server.http.stream("POST", "/v1/completions", json={"model": NAME, **LONG, "stream": True}) as response:
             assert response.status_code == 429
+        for path, fields in (
+            ("/v1/completions", {"prompt": ["a", "b", "c"]}),
+            ("/v1/embeddings", {"input": ["a", "b", "c"]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 3}),
+        ):
+            never = server.http.post(path, json={"model": NAME, **fields})
+            assert never.status_code == 400 and "at most 2 can run and wait" in never.json()["error"]["message"]
         late = [call.answer() for call in calls]
         assert {answer.status_code for answer in late} == {408}
         assert late[0].json()["error"]["code"] == "request_timeout"
@@ -93,7 +100,10 @@ def test_limits_of_time_and_of_the_queue(tiny_folder: Path) -> None:
         # What has not ended when the server wants to is told so.
         last = Call(server, **LONG)
         wait_for(lambda: running(server))
-        server.process.send_signal(signal.SIGTERM)
+        # Its terminal has closed; that it is told so twice does not hurry it.
+        for _ in range(2):
+            server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: server.http.get("/ready").status_code == 503)
         assert last.answer(10).status_code == 503 and server.process.wait(20) == 0
 
 

@@ -37,7 +37,7 @@ async def chat_job(service: Service, body: ChatRequest, record: RequestRecord) -
             "chat_template is not taken from requests here: start the server with --trust-request-chat-template",
             param="chat_template",
         )
-    service.check_open()
+    service.check_open(body.n or 1)
     text = await service.chat_text([message.for_template() for message in body.messages], body.template_options())
     opens = opens_reasoning(service, text)
     parsers = [_parser(service, body, opens) for _ in range(body.n or 1)]
@@ -48,6 +48,7 @@ async def chat_job(service: Service, body: ChatRequest, record: RequestRecord) -
         guide=guide_of(service, body, opens),
         skip_special_tokens=False if needs_special else body.skip_special_tokens,
     )
+    service.check_size(text, "messages")
     ids = await service.encode_plain(text)
     await service.check(ids, params, "messages", "tools" if body.forces_call else body.guide_field)
     record.user = body.user

@@ -56,17 +56,17 @@ class Generation:
         """(job's place, piece) of everything that has come meanwhile, until all answers have ended.
 
         Raises:
-            ApiError: 400 refused by the engine, 408 too slow, 429 or 503 not let in, 500 an answer failed, 503 the
-                engine has ended.
+            ApiError: 400 refused by the engine, or too many, 408 too slow, 429 or 503 not let in, 500 an answer failed,
+                503 the engine has ended.
         """
         service, engine = self._service, self._service.engine
-        service.check_open()
+        answers = sum(job.params.n for job in self.jobs)
+        service.check_open(answers)
         mailbox, loop = Mailbox(), asyncio.get_running_loop()
         timeout = service.settings.request_timeout
         timer = None if timeout is None else loop.call_later(timeout, mailbox.fail, _too_slow(timeout))
         places: dict[int, int] = {}
         left: dict[int, int] = {}
-        answers = sum(job.params.n for job in self.jobs)
         service.open_answers += answers
         try:
             for place, job in enumerate(self.jobs):

@@ -46,7 +46,7 @@ async def _prepare(service: Service, body: CompletionRequest, record: RequestRec
     limit = service.settings.max_prompts
     if len(prompts) > limit:
         raise ApiError(400, f"{len(prompts)} prompts in one request, the limit is {limit}", param="prompt")
-    service.check_open()
+    service.check_open(len(prompts) * (body.n or 1))
     needs_prompt_logprobs = bool(body.echo) and (body.logprobs is not None or body.max_tokens == 0)
     params = body.params(
         logprobs=body.logprobs,

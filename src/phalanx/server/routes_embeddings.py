@@ -43,10 +43,16 @@ async def _embed(service: Service, body: EmbeddingRequest, record: RequestRecord
             "dimensions would cut the embedding off, which this model may not be made for: say truncate=true too",
             param="dimensions",
         )
+    if body.truncate and body.dimensions is None:
+        raise ApiError(
+            400,
+            "truncate cuts embeddings off, and dimensions, which says where, is not given; inputs are never cut",
+            param="truncate",
+        )
     inputs, limit = body.inputs(), service.settings.max_prompts
     if len(inputs) > limit:
         raise ApiError(400, f"{len(inputs)} inputs in one request, the limit is {limit}", param="input")
-    service.check_open()
+    service.check_open(len(inputs))
     jobs = []
     for given in inputs:
         ids = await service.encode(given, "input")

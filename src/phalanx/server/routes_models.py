@@ -15,6 +15,7 @@ from phalanx.server.openapi import described
 from phalanx.server.schema import Items, Strict, TokenId
 from phalanx.server.schema_chat import Message
 from phalanx.server.service import Service
+from phalanx.server.sse import unless_gone
 
 ModelName = Annotated[str, StringConstraints(max_length=1024)]
 
@@ -103,14 +104,7 @@ def models_router(service: Service) -> APIRouter:
         """The tokens of a text or of a conversation."""
         body = await read_body(request, TokenizeRequest)
         _check(body.model)
-        if body.messages is not None:
-            text = await service.chat_text([message.for_template() for message in body.messages], {})
-            ids = await service.encode_plain(text)
-        else:
-            ids = await service.encode_plain(body.prompt or "", special=body.add_special_tokens is not False)
-        strings = [service.texts.escaped(token) for token in ids] if body.return_token_strs else None
-        length = service.ready.max_model_len
-        return _json({"tokens": ids, "count": len(ids), "max_model_len": length, "token_strs": strings})
+        return _json(await unless_gone(request.receive, _tokens(service, body)))
 
     @router.post("/detokenize", **described(DetokenizeRequest, DetokenizeAnswer))
     async def detokenize(request: Request) -> Response:
@@ -128,6 +122,16 @@ def models_router(service: Service) -> APIRouter:
             service.check_model(name)
 
     return router
+
+
+async def _tokens(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    if body.messages is not None:
+        text = await service.chat_text([message.for_template() for message in body.messages], {})
+        ids = await service.encode_plain(text)
+    else:
+        ids = await service.encode_plain(body.prompt or "", special=body.add_special_tokens is not False)
+    strings = await service.token_texts_of(ids) if body.return_token_strs else None
+    return {"tokens": ids, "count": len(ids), "max_model_len": service.ready.max_model_len, "token_strs": strings}
 
 
 def _json(value: Any) -> Response:

@@ -58,7 +58,7 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def run(settings: ServerSettings, listener: socket.socket, on_ready: Callable[[Service], None]) -> None:
-    """Serves until SIGTERM or SIGINT; returns once running requests have ended and the engine's process too.
+    """Serves until SIGTERM, SIGINT or SIGHUP; returns once running requests have ended and the engine's process too.
 
     Args:
         listener: takes connections from the first moment; while the model loads, requests get 503.
@@ -131,21 +131,29 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals end the server in order; uvicorn's own way would let the process die by them in the end."""
-        kinds = (signal.SIGTERM, signal.SIGINT)
-        for kind in kinds:
-            self._loop.add_signal_handler(kind, self._on_signal)
+        handlers = {signal.SIGTERM: self._on_signal, signal.SIGINT: self._on_signal}
+        # A terminal that closes ends what runs in it, but for what was started to outlive it (nohup).
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            # The shell may send it, and the kernel too: that nobody wants to wait is not said by it.
+            handlers[signal.SIGHUP] = self._begin_drain
+        for kind, handler in handlers.items():
+            self._loop.add_signal_handler(kind, handler)
         try:
             yield
         finally:
-            for kind in kinds:
+            for kind in handlers:
                 self._loop.remove_signal_handler(kind)
 
     def _on_signal(self) -> None:
         if self._drain is None:
-            self._service.draining = True
-            self._drain = self._loop.create_task(self._drained())
+            self._begin_drain()
         else:
             self._give_up()
+
+    def _begin_drain(self) -> None:
+        if self._drain is None:
+            self._service.draining = True
+            self._drain = self._loop.create_task(self._drained())
 
     async def _drained(self) -> None:
         """Waits for what runs, with new requests refused; what is left in the end is told so."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints, field_validator, model_validator
 
 from phalanx.server.schema import Items, Sampling, Strict
 from phalanx.server.schema_completions import Usage
@@ -19,6 +19,16 @@ _NOT_OF_TEMPLATES = frozenset(
     }
 )
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise ValueError('arguments are an object: the schema\'s "type" must be "object"')
+    return schema
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_object_schema)]
+"""A JSON schema of a function's arguments."""
 
 
 class TextPart(Strict):
@@ -113,7 +123,7 @@ class Function(Strict):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 

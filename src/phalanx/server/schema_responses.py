@@ -20,7 +20,7 @@ from pydantic import (
 
 from phalanx.server.errors import ApiError
 from phalanx.server.schema import Items, ShortText, Strict
-from phalanx.server.schema_chat import ChatRequest, FunctionName
+from phalanx.server.schema_chat import ChatRequest, FunctionName, Parameters
 
 _Id = Annotated[str, StringConstraints(max_length=256)]
 _Status = Literal["in_progress", "completed", "incomplete"]
@@ -117,7 +117,7 @@ class ResponsesTool(Strict):
     type: Literal["function"]
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 

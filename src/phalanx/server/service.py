@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from phalanx.engine.guides import Guide, GuideCompiler
@@ -20,12 +20,11 @@ from phalanx.server.errors import ApiError
 from phalanx.server.metrics import Metrics
 from phalanx.server.parsing import guess_formats, reasoning_formats, tool_formats
 from phalanx.server.settings import ServerSettings
+from phalanx.server.text_bound import TextBound
 from phalanx.server.token_texts import TokenTexts
 
 _LONG_TEXT = 4000
 """Characters from which on a text is encoded in a thread; below, that costs more than it spares."""
-_MESSAGE_SIZE = 40
-"""What a message or a call counts as beside its text: a template takes time for each."""
 _RETRY_SECONDS = "1"
 Result = TypeVar("Result")
 
@@ -58,6 +57,7 @@ class Service:
         # A tokenizer must not be used by two threads at once: the thread has its own.
         self._thread = ThreadPoolExecutor(1, "phalanx tokenizer")
         self._thread_tokenizer = copy.deepcopy(self.tokenizer)
+        self._bound = TextBound(self.tokenizer)
         self._compiler: GuideCompiler | None = None
 
     @property
@@ -99,6 +99,20 @@ class Service:
             raise ApiError(400, "this model has no tokenizer")
         return str(self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
+    async def token_texts_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token of any number as a text.
+
+        Raises:
+            ApiError: 400 for a model without tokenizer.
+        """
+        if len(token_ids) < _LONG_TEXT:
+            return [self.texts.escaped(token) for token in token_ids]
+        return await self._in_thread(lambda: [self._thread_texts.escaped(token) for token in token_ids])
+
+    @cached_property
+    def _thread_texts(self) -> TokenTexts:
+        return TokenTexts(self._thread_tokenizer)
+
     @property
     def texts(self) -> TokenTexts:
         """Single tokens as texts.
@@ -123,19 +137,28 @@ class Service:
                 404, f"the model {name!r} is not served here: use {self.name!r}", param="model", code="model_not_found"
             )
 
-    def check_open(self) -> None:
-        """Raises ApiError while nothing new is let in: 503 without engine or while draining, 429 for a full queue."""
+    def check_open(self, answers: int) -> None:
+        """Raises ApiError where a request for so many answers is not let in: 503 without engine or while draining, 429
+        while the queue is too full for them, 400 where it always would be."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
         places = self.ready.max_num_seqs
         limit = self.settings.max_queue
-        if limit is not None and self.open_answers >= places + limit:
+        if limit is None or self.open_answers + answers <= places + limit:
+            return
+        if answers > places + limit:
             raise ApiError(
-                429,
-                f"{self.open_answers - places} answers are waiting, the limit is {limit}: try again later",
-                code="queue_full",
-                headers={"Retry-After": _RETRY_SECONDS},
+                400,
+                f"{answers} answers are asked for at once, and at most {places + limit} can run and wait here "
+                "(--max-queue): ask for fewer",
             )
+        raise ApiError(
+            429,
+            f"{max(0, self.open_answers - places)} answers are waiting, the limit is {limit}, and {answers} more were "
+            "asked for: try again later",
+            code="queue_full",
+            headers={"Retry-After": _RETRY_SECONDS},
+        )
 
     # -- prompts
 
@@ -145,7 +168,9 @@ class Service:
         Raises:
             ApiError: 400 where it is none.
         """
-        if not isinstance(prompt, str):
+        if isinstance(prompt, str):
+            self.check_size(prompt, param)
+        else:
             self.check_length(prompt, param)
         size = len(prompt) if isinstance(prompt, str) else 0
         return await self._read(size, lambda reader: reader.ids(prompt), param)
@@ -156,19 +181,24 @@ class Service:
         Raises:
             ApiError: 400 with the template's own message.
         """
-        size = sum(len(message.get("content") or "") + _MESSAGE_SIZE for message in messages)
-        size += sum(_MESSAGE_SIZE * len(message.get("tool_calls", ())) for message in messages)
         if not (options.get("chat_template") or getattr(self.tokenizer, "chat_template", None)):
             raise ApiError(
                 400, "this model has no chat template: use /v1/completions, or start the server with --chat-template"
             )
-        # A template that a stranger has sent may take its time: not here.
-        size += _LONG_TEXT if "chat_template" in options else 0
+        # A template takes time for all that it is given; one that a stranger has sent may take any: not here.
+        size = _LONG_TEXT if "chat_template" in options else len(repr(messages)) + len(repr(options))
         return await self._read(size, lambda reader: reader.chat_text(messages, options), "messages")
 
     async def encode_plain(self, text: str, special: bool = False) -> list[int]:
         """The token ids of a text, unchecked."""
         return await self._read(len(text), lambda reader: reader.encode(text, special), "prompt")
+
+    def check_size(self, text: str, param: str) -> None:
+        """Raises ApiError 400 for a text that the context cannot hold, as its length alone says."""
+        limit = self.ready.max_model_len
+        if self._bound.exceeded(text, limit):
+            reason = f"the prompt's {len(text)} characters are more than {limit} tokens, the limit, can be: shorten it"
+            raise _too_long(ValueError(reason), param)
 
     def check_length(self, token_ids: Sequence[int], param: str) -> None:
         """Raises ApiError 400 for a prompt that the context cannot hold."""
