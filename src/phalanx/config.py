@@ -43,7 +43,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: int = Field(default=1, ge=1, le=128)
     """Ranks that one model is cut over; one process each."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: str = "auto"

@@ -147,9 +147,12 @@ def test_a_dataset_is_read_over_and_over(tmp_path):
     assert (first["prompt"], first["max_tokens"], third) == ("a", 9, first)
     assert second["prompt"] == [1, 2] and second["max_tokens"] in (3, 4, 5)
     shape = Shape("m", "chat", range(1, 2))
-    file.write_text('{"messages": [{"role": "user", "content": "b"}]}\n{"prompt": "c"}')
+    file.write_text('{"messages": [{"role": "user", "content": "b\u2028"}]}\r\n{"prompt": "c"}', encoding="utf-8")
     first, second = itertools.islice(read_dataset(file, shape).requests(shape), 2)
-    assert first["messages"][0]["content"] == "b" and second["messages"] == [{"role": "user", "content": "c"}]
+    assert first["messages"][0]["content"] == "b\u2028" and second["messages"] == [{"role": "user", "content": "c"}]
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"data\.jsonl is no text in UTF-8"):
+        read_dataset(file, shape)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -164,10 +165,26 @@ def template(folder: Path, text: str) -> Path:
     return path
 
 
+def broken(folder: Path, name: str, text: str) -> Path:
+    """The same model with another file."""
+    copy = folder.parent / f"{folder.name} {name}"
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    (copy / name).write_text(text)
+    return copy
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (lambda folder: [folder, "--num-blocks", "1"], 2, "num_blocks"),
+        (lambda folder: [folder, "--tp", "100000"], 2, "tensor_parallel_size"),
+        (lambda folder: [folder, "--port", "70000"], 2, "--port is 0 to 65535"),
+        (lambda folder: [folder, "--uds", "socket"], 2, "leave --host and --port out"),
+        (lambda folder: [folder, "--host", "10.99.99.99"], 1, "cannot listen on 10.99.99.99:0: Cannot assign"),
+        (lambda folder: [folder, "--cors-origin", "https://page.example/"], 2, "--cors-origin"),
+        (lambda folder: [folder, "--otlp-endpoint", "collector:4318"], 2, "--otlp-endpoint"),
+        (lambda folder: [folder, "--served-model-name", ""], 2, "--served-model-name"),
+        (lambda folder: [broken(folder, "tokenizer.json", "{}")], 2, "tokenizer of"),
         (lambda folder: ["no-such-model"], 2, "neither a folder"),
         (lambda folder: [folder, "--max-queue", "-1"], 2, "--max-queue"),
         (lambda folder: [folder, "--op", "attention=none-such"], 2, "none-such"),
@@ -182,14 +199,24 @@ def template(folder: Path, text: str) -> Path:
 def test_what_cannot_start_says_why(
     run: Callable[..., Any], tiny_folder: Path, arguments: Callable[[Any], list[str]], code: int, message: str
 ) -> None:
-    done = run("serve", *arguments(tiny_folder), "--port", 0)
-    assert done.exit_code == code and message in done.stderr
+    given = arguments(tiny_folder)
+    done = run("serve", *given, *(() if "--port" in given else ("--port", 0)))
+    assert done.exit_code == code and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_unix_socket_is_taken_over_from_who_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     first = listen_unix(path)
-    with pytest.raises(OSError, match="a server runs at"):
+    with pytest.raises(OSError, match="a server runs there"):
         listen_unix(path)
     first.close()
     listen_unix(path).close()
+    (tmp_path / "file").touch()
+    for other, reason in (
+        (tmp_path, "something else is there"),
+        (tmp_path / "file", "something else is there"),
+        (tmp_path / "none" / "socket", "No such file"),
+        (tmp_path / ("x" * 120), "too long"),
+    ):
+        with pytest.raises(OSError, match=f"cannot listen on the Unix socket .*{reason}"):
+            listen_unix(other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,8 +28,8 @@ def _server(*names: str, help: str, metavar: str | None = None) -> Any:
 class ServerOptions:
     """The HTTP side."""
 
-    host: Annotated[str, _server("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
-    port: Annotated[int, _server("--port", help="Port to listen on; 0 picks one.")] = 8000
+    host: Annotated[str | None, _server("--host", help="Address to listen on; 0.0.0.0 for all. \\[127.0.0.1]")] = None
+    port: Annotated[int | None, _server("--port", help="Port to listen on; 0 picks one. \\[8000]")] = None
     uds: Annotated[Path | None, _server("--uds", metavar="PATH", help="Listen on a Unix socket instead of a port.")] = (
         None
     )
@@ -95,6 +96,20 @@ class ServerOptions:
                 raise typer.BadParameter(f"{option} must not be negative, given {value}")
         if self.max_prompts > MAX_PROMPTS:
             raise typer.BadParameter(f"--max-prompts is at most {MAX_PROMPTS}, given {self.max_prompts}")
+        if self.uds is not None and (self.host is not None or self.port is not None):
+            raise typer.BadParameter("--uds listens on a Unix socket instead of a port: leave --host and --port out")
+        if not 0 <= (self.port or 0) <= 65535:
+            raise typer.BadParameter(f"--port is 0 to 65535, given {self.port}")
+        for origin in self.cors_origin:
+            # As browsers send it: a slash behind it, and no page would ever be let in.
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise typer.BadParameter(f"--cors-origin is like https://page.example, or *, given {origin!r}")
+        if self.otlp_endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.otlp_endpoint):
+            raise typer.BadParameter(
+                f"--otlp-endpoint is like http://127.0.0.1:4318/v1/traces, given {self.otlp_endpoint!r}"
+            )
+        if not all(name.strip() for name in self.served_model_name):
+            raise typer.BadParameter("--served-model-name is empty")
         if not 1 <= self.data_parallel <= 64:
             raise typer.BadParameter(f"--data-parallel is 1 to 64, given {self.data_parallel}")
         max_body_bytes = parse_size(self.max_body_size)
@@ -164,8 +179,12 @@ def serve(
 
     settings = server.settings(model, engine.settings())
     engine_config(settings.engine)
-    listener = listen_unix(server.uds) if server.uds is not None else listen(server.host, server.port)
-    url = f"unix:{server.uds}" if server.uds is not None else _url(server.host, listener.getsockname()[1])
+    if server.uds is not None:
+        listener, url = listen_unix(server.uds), f"unix:{server.uds}"
+    else:
+        host = "127.0.0.1" if server.host is None else server.host
+        listener = listen(host, 8000 if server.port is None else server.port)
+        url = _url(host, listener.getsockname()[1])
     console = notes()
     with console.status(f"loading {model}") as status:
         fetched(model, sayer(console, status))
@@ -186,5 +205,5 @@ def serve(
 
 
 def _url(host: str, port: int) -> str:
-    shown = "127.0.0.1" if host == "0.0.0.0" else host
+    shown = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"

@@ -90,20 +90,22 @@ class OpenedModel:
         return policy.build_model(config, group), type(policy).__name__
 
     def tokenizer(self) -> Any:
-        """The tokenizer, None for a model that has none (token ids must be given then)."""
+        """The tokenizer, None for a model that has none (token ids must be given then).
+
+        Raises:
+            ModelConfigError: its files are none that transformers can read.
+        """
         if self._tokenizer is None or isinstance(self._tokenizer, (str, Path)):
             self._tokenizer = self._load_tokenizer()
         return self._tokenizer
 
     def _load_tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
         if self._tokenizer is not None:
-            return AutoTokenizer.from_pretrained(str(self._tokenizer))
+            return _read_tokenizer(str(self._tokenizer))
         if hasattr(self.source, "tokenizer"):
             return self.source.tokenizer()  # type: ignore[union-attr]
         if self.path is not None and self.path.is_dir() and any(self.path.glob("tokenizer*")):
-            return AutoTokenizer.from_pretrained(str(self.path))
+            return _read_tokenizer(str(self.path))
         return None
 
     def eos_token_ids(self) -> frozenset[int]:
@@ -122,6 +124,16 @@ class OpenedModel:
     def spec(self) -> str | None:
         """What another process opens to get the same model; None where it lives in this one's memory."""
         return str(self.path.absolute()) if self.path is not None else None
+
+
+def _read_tokenizer(place: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except Exception as error:
+        # Whatever transformers raises (KeyErrors, errors of its Rust part) is about these files.
+        raise ModelConfigError(f"the tokenizer of {place} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def locate(model: str) -> Path | None:

@@ -31,28 +31,37 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that takes connections; port 0 picks one.
 
     Raises:
-        OSError: the address is in use or not of this machine.
+        OSError: the address is in use, not of this machine, or none.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:
+        # Python repeats the address behind the reason.
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+        raise OSError(f"cannot listen on {host}:{port}: {reason}") from None
 
 
 def listen_unix(path: Path) -> socket.socket:
     """A Unix socket that takes connections; a stale one of a server that has ended is replaced.
 
     Raises:
-        OSError: there is something else, or a server that runs.
+        OSError: there is something else, or a server that runs, or nothing can be made there.
     """
-    if path.is_socket():
-        with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(str(path)) == 0:
-                raise OSError(f"a server runs at {path}")
-        path.unlink()
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX) as probe:
+                runs = probe.connect_ex(str(path)) == 0
+            if runs:
+                raise OSError("a server runs there")
+            path.unlink()
+        elif path.exists():
+            raise OSError("something else is there")
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on the Unix socket {path}: {error.strerror or error}") from None
     listener.listen(2048)
     return listener
 

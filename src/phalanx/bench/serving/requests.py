@@ -111,11 +111,16 @@ def read_dataset(path: Path, shape: Shape) -> Dataset:
     ``max_tokens``.
 
     Raises:
-        ValueError: a line that is not such an object, named by its number, or a file without one.
+        ValueError: a line that is not such an object, named by its number, or a file without one, or that is no text.
         OSError: the file cannot be read.
     """
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
+    # Not splitlines(), which also ends a line at characters that a JSON text may hold as they are.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
