@@ -103,6 +103,16 @@ def test_a_request_is_a_line_in_the_log(guarded: tuple[Server, Path]) -> None:
     assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["seconds"]
 
 
+def test_a_client_that_left_is_no_fault_of_ours(guarded: tuple[Server, Path]) -> None:
+    server, log = guarded
+    body = {"model": NAME, "prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+    with pytest.raises(httpx.TimeoutException):
+        server.http.post("/v1/completions", json=body, headers={"X-Request-Id": "left"}, timeout=0.3)
+    wait_for(lambda: '"left"' in log.read_text())
+    (line,) = (line for line in log.read_text().splitlines() if '"left"' in line)
+    assert json.loads(line)["status"] == 499 and "Traceback" not in log.read_text()
+
+
 def test_metrics_have_the_names_that_dashboards_know(server: Server) -> None:
     before = {name: server.metric(name) for name in ("prompt_tokens", "generation_tokens")}
     server.complete(prompt=[[5, 6, 7]] * 2, max_tokens=4, ignore_eos=True)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 import phalanx
 from phalanx.server.edge import RECORD, Edge, RequestRecord
-from phalanx.server.errors import ApiError
+from phalanx.server.errors import ApiError, ClientGone
 from phalanx.server.openapi import add_document
 from phalanx.server.routes_chat import chat_router
 from phalanx.server.routes_completions import completions_router
@@ -63,6 +63,7 @@ def build_app(service: Service, on_end: Sequence[Callable[[RequestRecord], None]
     add_document(app, SCHEMAS, keyed=bool(service.settings.api_keys))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGone, _client_gone)
 
     def end(record: RequestRecord) -> None:
         for tell in on_end:
@@ -85,6 +86,11 @@ async def _api_error(request: Request, error: Exception) -> Response:
     known = error if isinstance(error, ApiError) else ApiError(500, "an internal error")
     request.scope[RECORD].error = known.message
     return known.response()
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads it; the log has it."""
+    return Response(status_code=499)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from phalanx.server.parsing import guess_formats, reasoning_formats, tool_format
 from phalanx.server.settings import ServerSettings
 from phalanx.server.text_bound import TextBound
 from phalanx.server.token_texts import TokenTexts
+from phalanx.server.worker import Worker
 
 _LONG_TEXT = 4000
 """Characters from which on a text is encoded in a thread; below, that costs more than it spares."""
@@ -55,7 +55,7 @@ class Service:
         self.draining = False
         self.open_answers = 0
         # A tokenizer must not be used by two threads at once: the thread has its own.
-        self._thread = ThreadPoolExecutor(1, "phalanx tokenizer")
+        self._thread = Worker("phalanx tokenizer")
         self._thread_tokenizer = copy.deepcopy(self.tokenizer)
         self._bound = TextBound(self.tokenizer)
         self._compiler: GuideCompiler | None = None
@@ -87,7 +87,7 @@ class Service:
         if len(token_ids) < _LONG_TEXT or self.tokenizer is None:
             return self.decode(token_ids)
         tokenizer = self._thread_tokenizer
-        return str(await self._in_thread(lambda: tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)))
+        return str(await self._thread.run(lambda: tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included.
@@ -107,7 +107,7 @@ class Service:
         """
         if len(token_ids) < _LONG_TEXT:
             return [self.texts.escaped(token) for token in token_ids]
-        return await self._in_thread(lambda: [self._thread_texts.escaped(token) for token in token_ids])
+        return await self._thread.run(lambda: [self._thread_texts.escaped(token) for token in token_ids])
 
     @cached_property
     def _thread_texts(self) -> TokenTexts:
@@ -126,7 +126,7 @@ class Service:
 
     def close(self) -> None:
         """Lets the tokenizer's thread go."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     # -- letting in
 
@@ -227,7 +227,7 @@ class Service:
             if self._compiler is None:
                 ready = self.ready
                 make = partial(GuideCompiler, self._thread_tokenizer, ready.vocab_size, ready.eos_token_ids)
-                self._compiler = await self._in_thread(make)
+                self._compiler = await self._thread.run(make)
             # Not in the tokenizer's thread: compiling may take seconds.
             await asyncio.to_thread(self._compiler.compile, guide)
         except ValueError as error:
@@ -236,13 +236,10 @@ class Service:
     async def _read(self, size: int, read: Callable[[PromptReader], Result], param: str) -> Result:
         try:
             if size >= _LONG_TEXT:
-                return await self._in_thread(lambda: read(self._reader(self._thread_tokenizer)))
+                return await self._thread.run(lambda: read(self._reader(self._thread_tokenizer)))
             return read(self._reader(self.tokenizer))
         except ValueError as error:
             raise ApiError(400, str(error), param=param) from None
-
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _reader(self, tokenizer: Any) -> PromptReader:
         ready = self.ready
