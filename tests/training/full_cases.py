@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.training import family_cases
+from tests.training.family_cases import full_rows, of_rows
 
 
 def cases(world: int) -> dict[str, Callable[[], None]]:
-    return family_cases.cases(world, full=True)
+    return of_rows(full_rows(world))

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from phalanx.distributed.mesh import Mesh
-from phalanx.training.buckets import ALIGN, Bucket, Slot, plan
+from phalanx.training.buckets import ALIGN, Bucket, LooseBucket, Slot, plan
 
 
 def parameters(**shapes: tuple[int, ...]) -> dict[str, nn.Parameter]:
@@ -48,3 +48,25 @@ def test_parameters_become_views_that_keep_their_values() -> None:
     bucket.master.fill_(3.0)
     bucket.publish()
     assert all(torch.equal(parameter, torch.full_like(parameter, 3.0)) for parameter in given.values())
+
+
+def test_gradients_that_nobody_adds_to_stay_where_they_are() -> None:
+    given = parameters(a=(10,), b=(7, 2))
+    dtypes = {"master_dtype": torch.float32, "param_dtype": torch.float32, "gradient_dtype": torch.float32}
+    bucket = LooseBucket(plan(given, set(), 1000)[0], given, Mesh.build(), sharded=False, partial=False, **dtypes)
+    assert bucket.gradient(0, 14) is None
+    first, second = torch.full((7, 2), 2.0), torch.full((7, 2), 3.0)
+    bucket.add(0, first)
+    bucket.launch()
+    bucket.collect()
+    found = bucket.gradient(0, 14)
+    assert found is not None and found.data_ptr() == first.data_ptr()
+    # What no pass has filled counts as zeros; passes add up, summed at once or one by one.
+    assert torch.equal(bucket.gradient(ALIGN, ALIGN + 10), torch.zeros(10))
+    bucket.add(0, second.clone())
+    bucket.add(0, second)
+    bucket.launch()
+    bucket.collect()
+    assert torch.equal(bucket.gradient(0, 14), torch.full((14,), 8.0))
+    bucket.discard()
+    assert bucket.gradient(0, 14) is None

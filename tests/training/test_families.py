@@ -11,19 +11,26 @@ from tests.training.family_cases import FACTORS, possible, rows
 from tests.training.ranks import run_cases
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_pair_of_factors(world: int, tmp_path: Path) -> None:
-    results = run_cases(["tests.training.family_cases"], world, tmp_path, timeout=900)
+def check(module: str, world: int, folder: Path, timeout: float) -> None:
+    results = run_cases([f"tests.training.{module}"], world, folder, timeout=timeout)
     failed = [f"{case} on {world} ranks: {errors[0]}" for case, errors in results.items() if errors]
     assert results and not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_pairs_of_factors(world: int, tmp_path: Path) -> None:
+    check("family_cases", world, tmp_path, 900)
+
+
+@pytest.mark.slow
+def test_every_pair_of_factors_on_four_ranks(tmp_path: Path) -> None:
+    check("pair_cases", 4, tmp_path, 1800)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_combination_for_llama(world: int, tmp_path: Path) -> None:
-    results = run_cases(["tests.training.full_cases"], world, tmp_path, timeout=7200)
-    failed = [f"{case} on {world} ranks: {errors[0]}" for case, errors in results.items() if errors]
-    assert results and not failed, "\n".join(failed)
+    check("full_cases", world, tmp_path, 7200)
 
 
 def test_the_rows_hold_every_possible_pair() -> None:

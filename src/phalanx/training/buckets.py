@@ -103,6 +103,7 @@ class Bucket:
         self.master = mine if self.params is full else mine.clone()
         for slot in self.slots:
             parameters[slot.name].data = slot.view(self.params)
+        # The gradient of the step so far, of all passes that were summed.
         self.reduced: Tensor | None = None
         self._local: Tensor | None = None
         self._filled: set[int] = set()
@@ -151,6 +152,10 @@ class Bucket:
         self.reduced = received if self.reduced is None else self.reduced.add_(received)
         self._received = self._work = None
 
+    def gradient(self, start: int, stop: int) -> Tensor | None:
+        """What was collected of the elements `start` to `stop` of the shard; None if nothing was."""
+        return None if self.reduced is None else self.reduced[start:stop]
+
     def sum_partial(self) -> None:
         """Where each TP rank has computed a part of the gradient: the sum of the parts."""
         if self._partial_over is not None and self.reduced is not None:
@@ -173,6 +178,48 @@ class Bucket:
             self._work.wait()
         self.reduced = self._local = self._received = self._work = None
         self._filled.clear()
+
+
+class LooseBucket(Bucket):
+    """A bucket whose gradient no other rank adds to: that of each parameter stays where autograd has made it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._passes: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._launched = self._collected = False
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        if index in self._passes:
+            self._passes[index].add_(gradient)
+        else:
+            self._passes[index] = gradient.to(self._gradient_dtype)
+
+    def launch(self) -> None:
+        self._launched = True
+
+    def collect(self) -> None:
+        if not self._launched:
+            return
+        for index, gradient in self._passes.items():
+            if index in self._sums:
+                self._sums[index].add_(gradient)
+            else:
+                self._sums[index] = gradient.to(self.master.dtype)
+        self._passes = {}
+        self._launched, self._collected = False, True
+
+    def gradient(self, start: int, stop: int) -> Tensor | None:
+        if not self._collected:
+            return None
+        index = next(index for index, slot in enumerate(self.slots) if slot.start == start)
+        found = self._sums.get(index)
+        return self.master.new_zeros(stop - start) if found is None else found.reshape(-1)
+
+    def discard(self) -> None:
+        super().discard()
+        self._passes, self._sums = {}, {}
+        self._launched = self._collected = False
 
 
 def _aligned(numel: int, align: int = ALIGN) -> int:

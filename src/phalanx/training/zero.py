@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.distributed.mesh import Mesh
 from phalanx.parallel.registry import LayoutRegistry
-from phalanx.training.buckets import Bucket, plan
+from phalanx.training.buckets import Bucket, LooseBucket, plan
 from phalanx.training.fragments import Fragment, count_weights, cut_weights
 from phalanx.training.precision import Precision
 
@@ -50,7 +50,7 @@ class FlatShards:
         self._every_pass = stage == 2
         partial = {name for name in parameters if registry[name].partial}
         self._buckets = [
-            Bucket(
+            (LooseBucket if mesh.dp.size == 1 and slots[0].name not in partial else Bucket)(
                 slots,
                 parameters,
                 mesh,
@@ -104,9 +104,10 @@ class FlatShards:
         for bucket in self._buckets:
             bucket.sum_partial()
         for fragment, (bucket, start, stop) in zip(self.fragments, self._views, strict=True):
-            if bucket.reduced is None:
+            gradient = bucket.gradient(start, stop)
+            if gradient is None:
                 raise RuntimeError("finish() before any backward pass: there is no gradient")
-            fragment.tensor.grad = bucket.reduced[start:stop].view(fragment.tensor.shape)
+            fragment.tensor.grad = gradient.view(fragment.tensor.shape)
 
     @torch.no_grad()
     def publish(self) -> None:
