@@ -110,7 +110,15 @@ def test_a_client_that_left_is_no_fault_of_ours(guarded: tuple[Server, Path]) ->
         server.http.post("/v1/completions", json=body, headers={"X-Request-Id": "left"}, timeout=0.3)
     wait_for(lambda: '"left"' in log.read_text())
     (line,) = (line for line in log.read_text().splitlines() if '"left"' in line)
-    assert json.loads(line)["status"] == 499 and "Traceback" not in log.read_text()
+    assert json.loads(line)["status"] == 499
+    streamed = server.http.stream(
+        "POST", "/v1/completions", json=body | {"stream": True}, headers={"X-Request-Id": "left-later"}
+    )
+    with streamed as answer:
+        next(answer.iter_lines())
+    wait_for(lambda: '"left-later"' in log.read_text())
+    (line,) = (line for line in log.read_text().splitlines() if '"left-later"' in line)
+    assert json.loads(line)["status"] == 200 and "Traceback" not in log.read_text()
 
 
 def test_metrics_have_the_names_that_dashboards_know(server: Server) -> None:

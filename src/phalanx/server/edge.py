@@ -88,7 +88,7 @@ class Edge:
                 record.error = error.message
                 await error.response()(scope, receive, answer)
         except ClientGone:
-            record.status = record.status or 499
+            pass
         except Exception as error:
             log.exception("request %s failed", record.request_id)
             record.error = type(error).__name__
@@ -99,6 +99,8 @@ class Edge:
                 500, f"an internal error; the server's log has more under request id {record.request_id}"
             ).response()(scope, receive, answer)
         finally:
+            # A stream whose client left before its first byte sends none.
+            record.status = record.status or 499
             record.seconds = time.monotonic() - record.began
             self._on_end(record)
 

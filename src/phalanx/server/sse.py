@@ -54,7 +54,9 @@ class EventStream(Response):
         self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._send(send))
+        # The answer has begun: there is no other one to give.
+        with suppress(ClientGone):
+            await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         try:
