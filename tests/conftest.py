@@ -15,6 +15,19 @@ if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """A test draws the same random numbers in every run."""
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of a tiny random Llama whose greedy answers vary, with a tokenizer and a chat template."""
