@@ -40,14 +40,14 @@ def main() -> None:
     steps = 32
     with tempfile.TemporaryDirectory() as folder, llm_of(Path(folder), asked.rows, asked.context) as llm:
         chance = random.Random(1)
-        params = SamplingParams(
-            max_tokens=(asked.runs + 4) * steps, ignore_eos=True, temperature=asked.temperature, seed=1
-        )
+        params = SamplingParams(max_tokens=1000, ignore_eos=True, temperature=asked.temperature, seed=1)
         for _ in range(asked.rows):
             llm.add_request([chance.randrange(VOCAB) for _ in range(asked.context)], params)
         while llm.core.scheduler.waiting or not all(r.num_generated for r in llm.core.scheduler.running):
             llm.step()
         times = [milliseconds(llm, steps) for _ in range(asked.runs + 2)][2:]
+        if len(llm.core.scheduler.running) != asked.rows:
+            raise RuntimeError("sequences ended while they were timed: ask for fewer runs")
     found = {"least_ms": min(times), "median_ms": statistics.median(times)}
     print(f"{asked.rows} rows: {found['least_ms']:.3f} ms a step at least, {found['median_ms']:.3f} in the middle")
     if asked.output is not None:
@@ -70,6 +70,7 @@ def llm_of(folder: Path, rows: int, context: int) -> LLM:
         loop="async",
         prefix_cache=False,
         max_num_seqs=rows,
+        max_num_batched_tokens=8192,
         max_model_len=length,
         num_blocks=rows * -(-length // 16) + 1,
     )
