@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.staging import Staging
-from phalanx.engine.step import LOGITS_LAST, Row
+from phalanx.engine.step import LOGITS_LAST, Row, only_decodes
 from phalanx.models.base import TransformerModel
 from phalanx.ops.batch import RaggedBatch
 from phalanx.ops.sampling import draw_greedy
@@ -51,7 +51,7 @@ class Decoding:
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Decoding | None:
         """These rows, if they all are such."""
-        if not all(row.count == 1 and row.draw and row.logits == LOGITS_LAST and not row.pool for row in rows):
+        if not only_decodes(rows):
             return None
         return cls(
             np.array([row.slot for row in rows]),

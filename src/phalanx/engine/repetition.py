@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.engine.kv_manager import KVManager
 from phalanx.engine.scheduler import Scheduler
 from phalanx.engine.sequence import Request
-from phalanx.engine.step import LOGITS_LAST, Blocks, Row
+from phalanx.engine.step import Blocks, Row, only_decodes
 
 
 class Repetition:
@@ -38,7 +38,7 @@ class Repetition:
         running = self._scheduler.running
         if masked or not self._kv.plain or len(requests) != len(running):
             return
-        if all(row.count == 1 and row.draw and row.logits == LOGITS_LAST and not row.pool for row in rows):
+        if only_decodes(rows):
             self._requests = requests
             self._computed = np.fromiter((request.num_computed for request in requests), np.int64, len(requests))
             self._left = min(request.max_tokens - request.num_tokens + request.prompt_len for request in requests)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 LOGITS_NONE, LOGITS_LAST, LOGITS_ALL = 0, 1, 2
@@ -58,6 +60,11 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     first_block: int
     blocks: list[list[int]]
     pool: int = POOL_NONE
+
+
+def only_decodes(rows: Sequence[Row]) -> bool:
+    """Whether each of these rows adds one token and draws the next from its logits, and wants nothing else."""
+    return all(row.count == 1 and row.draw and row.logits == LOGITS_LAST and not row.pool for row in rows)
 
 
 class Blocks(msgspec.Struct, array_like=True, frozen=True):

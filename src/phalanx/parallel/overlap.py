@@ -48,6 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
     shape = (*x.shape[:-1], weight.shape[0])
     later: Tensor = _WeightGradient.apply(x.detach(), weight, bias, shape)
+    # The only way to move a node in autograd's order; PyTorch has had it since 2.2.
     later.grad_fn._set_sequence_nr(begin._sequence_nr() - 1)  # type: ignore[union-attr]
     out: Tensor = _InputGradient.apply(x, weight, bias, later)
     return out

@@ -185,6 +185,7 @@ class LooseBucket(Bucket):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._index_at = {slot.start: index for index, slot in enumerate(self.slots)}
         self._passes: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         self._launched = self._collected = False
@@ -212,8 +213,7 @@ class LooseBucket(Bucket):
     def gradient(self, start: int, stop: int) -> Tensor | None:
         if not self._collected:
             return None
-        index = next(index for index, slot in enumerate(self.slots) if slot.start == start)
-        found = self._sums.get(index)
+        found = self._sums.get(self._index_at[start])
         return self.master.new_zeros(stop - start) if found is None else found.reshape(-1)
 
     def discard(self) -> None:
