@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +96,19 @@ def engine_step(
     *,
     narrow: bool = False,
     compiled: dict[str, Any] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = phalanx.FusedAdam,
     **rules: Any,
 ) -> tuple[Step, Close]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=torch.cuda.is_available())
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": narrow, "bf16_optimizer_states": narrow},
         "zero_optimization": {"stage": stage},
         "tensor_parallel": {"autotp_size": tp, **rules},
     }
-    engine, _, _, _ = phalanx.initialize(model=model, optimizer=optimizer, config=config)
+    updates = optimizer(model.parameters(), lr=1e-5, weight_decay=0.01)
+    engine, _, _, _ = phalanx.initialize(model=model, optimizer=updates, config=config)
     if compiled is not None:
-        engine.compile(compile_kwargs=compiled)
+        engine.compile(**compiled)
 
     def step(ids: torch.Tensor) -> float:
         loss = engine(input_ids=ids, labels=ids).loss
@@ -161,12 +163,14 @@ def plain_step(model: Any) -> tuple[Step, Close]:
 
 # torch.compile moves collectives apart from what waits for them.
 OVERLAPPED = {
-    "reorder_for_compute_comm_overlap": True,
-    "reorder_for_compute_comm_overlap_passes": [
-        "reorder_communication_preserving_peak_memory",
-        "sink_waits_iterative",
-        "reorder_communication_preserving_peak_memory",
-    ],
+    "options": {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": [
+            "reorder_communication_preserving_peak_memory",
+            "sink_waits_iterative",
+            "reorder_communication_preserving_peak_memory",
+        ],
+    }
 }
 
 VARIANTS: dict[str, Callable[[argparse.Namespace, int], tuple[tuple[Step, Close], int]]] = {
@@ -176,6 +180,10 @@ VARIANTS: dict[str, Callable[[argparse.Namespace, int], tuple[tuple[Step, Close]
         1,
     ),
     "phalanx tp, bf16 masters": lambda args, world: (engine_step(build(args), world, 0, args, narrow=True), 1),
+    "phalanx tp, bf16 masters, torch's fused AdamW": lambda args, world: (
+        engine_step(build(args), world, 0, args, narrow=True, optimizer=partial(torch.optim.AdamW, fused=True)),
+        1,
+    ),
     "phalanx tp, bf16 masters, overlapped": lambda args, world: (
         engine_step(build(args), world, 0, args, narrow=True, tp_overlap_comm=True),
         1,
@@ -185,7 +193,11 @@ VARIANTS: dict[str, Callable[[argparse.Namespace, int], tuple[tuple[Step, Close]
         1,
     ),
     "phalanx tp, bf16 masters, compiled, overlapped": lambda args, world: (
-        engine_step(build(args), world, 0, args, narrow=True, compiled={"options": OVERLAPPED}),
+        engine_step(build(args), world, 0, args, narrow=True, compiled={"compile_kwargs": OVERLAPPED}),
+        1,
+    ),
+    "phalanx tp, bf16 masters, compiled as a whole": lambda args, world: (
+        engine_step(build(args), world, 0, args, narrow=True, compiled={"whole": True}),
         1,
     ),
     "phalanx dp, zero 1": lambda args, world: (engine_step(build(args), 1, 1, args), world),
@@ -242,12 +254,32 @@ def kernel_times(step: Callable[[], object], count: int, steps: int = 2) -> list
         for _ in range(steps):
             step()
     dist.barrier()
-    found = []
+    found = idle_times(profile.events(), steps)
     for event in profile.key_averages():
         on_device = event.self_device_time_total if torch.cuda.is_available() else event.self_cpu_time_total
         if on_device and (not torch.cuda.is_available() or event.device_type == torch.autograd.DeviceType.CUDA):
             found.append({"name": event.key[:90], "ms": on_device / steps / 1e3, "calls": event.count / steps})
     return sorted(found, key=lambda each: -each["ms"])[:count]
+
+
+def idle_times(events: Any, steps: int, longest: int = 12) -> list[dict[str, Any]]:
+    """The times in which no kernel runs: all of them, and the longest with what ran before and after."""
+    kernels = sorted(
+        (
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in events
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("nccl:", "Optimizer"))
+        ),
+    )
+    found = []
+    busy_until, last = (kernels[0][1], kernels[0][2]) if kernels else (0, "")
+    for start, end, name in kernels:
+        if start > busy_until:
+            found.append({"name": f"idle: {last[:40]} ... {name[:40]}", "ms": (start - busy_until) / 1e3, "calls": 1})
+        if end > busy_until:
+            busy_until, last = end, name
+    whole = {"name": "idle", "ms": sum(each["ms"] for each in found) / steps, "calls": len(found) / steps}
+    return [whole, *sorted(found, key=lambda each: -each["ms"])[:longest]] if found else []
 
 
 if __name__ == "__main__":

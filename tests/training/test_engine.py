@@ -4,7 +4,10 @@ import pytest
 
 from tests.training.ranks import run_cases
 
-MODULES = {2: ["engine_cases", "precision_cases", "sharded_cases", "agreement_cases", "plan_cases"], 4: ["grid_cases"]}
+MODULES = {
+    2: ["engine_cases", "precision_cases", "sharded_cases", "agreement_cases", "plan_cases", "compile_cases"],
+    4: ["grid_cases"],
+}
 
 
 @pytest.mark.parametrize("world", [2, 4])

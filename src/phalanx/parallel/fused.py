@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.distributed.group import SoloGroup
 from phalanx.parallel.head import computes_causal_loss, loss_options
+from phalanx.parallel.layers import joined
 from phalanx.parallel.loss import causal_lm_loss
 
 _WIDEST_NORM = 1 << 14
@@ -35,8 +36,7 @@ def fuse(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         mixin = _mixin_for(module)
         if mixin is not None:
-            own = type(module)
-            module.__class__ = type(f"{mixin.__name__}[{own.__name__}]", (mixin, own), {"__module__": own.__module__})
+            module.__class__ = joined(mixin, type(module))
             changed.append(name)
     for module in model.modules():
         if computes_causal_loss(module):

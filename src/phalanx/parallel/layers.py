@@ -7,6 +7,7 @@ layer knows of its cut is one record, `module.cut`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -135,9 +136,14 @@ class VocabEmbedding(CutLayer):
 
 def become(module: nn.Module, mixin: type[CutLayer], cut: Cut) -> None:
     """Make `module` an instance of `mixin` and of its own class."""
-    own = type(module)
-    module.__class__ = type(f"{mixin.__name__}[{own.__name__}]", (mixin, own), {"__module__": own.__module__})
+    module.__class__ = joined(mixin, type(module))
     module.cut = cut  # type: ignore[assignment]
+
+
+@functools.cache
+def joined(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    """The class that inherits from both: one for all layers, so that what is compiled for one serves the others."""
+    return type(f"{mixin.__name__}[{own.__name__}]", (mixin, own), {"__module__": own.__module__})
 
 
 def copied_runs(partition: Partition, shape: Sequence[int], rank: int, world: int) -> Copies | None:

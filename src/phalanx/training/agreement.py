@@ -2,7 +2,8 @@
 
 What the host knows (structure, shapes, numbers, the state of the random generator) is compared before each forward,
 since tensors of different shapes would hang or corrupt the first collective. What lies in the tensors is reduced to a
-fingerprint on the device, and compared when the step reads something on the host anyway: before the update.
+fingerprint and compared on the device; the host looks at the answer before the update, when it has long been there, so
+that nobody waits for the backward pass.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,15 @@ _ODD = 0x1E3779B97F4A7C15
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
+class _Comparison(NamedTuple):
+    """Of one forward: whether ranks and inputs differ from the first rank's, bool [ranks, inputs] in host memory,
+    once `arrived`."""
+
+    names: list[str]
+    differs: Tensor
+    arrived: torch.cuda.Event | None
+
+
 class Agreement:
     """Compares what the ranks of `mesh.tp` are given, and which forward it is. With one rank it does nothing.
 
@@ -35,7 +45,7 @@ class Agreement:
         self._module = module
         self._mesh = mesh
         self._host = _host_group(mesh)
-        self._seen: dict[str, Tensor] = {}
+        self._open: list[_Comparison] = []
         self._dropout = False
         self._forwards = 0
         self.refresh()
@@ -66,27 +76,35 @@ class Agreement:
                 "give all ranks of a TP group one seed, or turn dropout off"
             )
         marks = {path: _fingerprint(t, self._mesh.device) for path, _, t in found if t is not None}
+        if not marks:
+            return
+        self._open.append(self._compare(marks))
         if not (self._module.training and torch.is_grad_enabled()):
             # No update will look at these.
-            self._compare(marks)
-            return
-        for path, mark in marks.items():
-            self._seen[path] = self._seen[path] * _ODD + mark if path in self._seen else mark
+            self._check(self._open.pop())
 
     def before_update(self) -> None:
         """Raises RuntimeError, on every rank of the group, if any tensor of any forward since the last call differs."""
-        seen, self._seen = self._seen, {}
-        self._compare(seen)
+        opened, self._open = self._open, []
+        for comparison in opened:
+            self._check(comparison)
 
-    def _compare(self, seen: Mapping[str, Tensor]) -> None:
-        if self._mesh.tp.size == 1 or not seen:
-            return
-        mine = torch.stack(list(seen.values()))
-        theirs = self._mesh.tp.all_gather(mine[None])
-        differs = (theirs != theirs[0]).cpu()
+    def _compare(self, marks: Mapping[str, Tensor]) -> _Comparison:
+        theirs = self._mesh.tp.all_gather(torch.stack(list(marks.values()))[None])
+        differs = (theirs != theirs[0]).to("cpu", non_blocking=True)
+        arrived = None
+        if theirs.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return _Comparison(list(marks), differs, arrived)
+
+    def _check(self, comparison: _Comparison) -> None:
+        if comparison.arrived is not None:
+            comparison.arrived.synchronize()
+        differs = comparison.differs
         if not differs.any():
             return
-        names = [path for path, bad in zip(seen, differs.any(0).tolist(), strict=True) if bad]
+        names = [path for path, bad in zip(comparison.names, differs.any(0).tolist(), strict=True) if bad]
         ranks = self._unlike_first(differs.any(1))
         raise RuntimeError(
             f"inputs differ inside a tensor-parallel group: {', '.join(names)} on ranks {ranks} is not what rank "

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from phalanx.distributed.mesh import Mesh
 from phalanx.parallel.registry import LayoutRegistry
 from phalanx.training.agreement import Agreement, check_not_empty
+from phalanx.training.blocks import blocks
 from phalanx.training.exports import Exports
 from phalanx.training.fragments import Fragment
 from phalanx.training.mpu import MeshUnit
@@ -362,9 +363,13 @@ class TrainingEngine(Exports):
         found: Tensor = self._shards.whole({name: value})[name]
         return found
 
-    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:
-        """Compile the module's forward in place."""
-        self.module.compile(backend=backend, **(compile_kwargs or {}))
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, *, whole: bool = False
+    ) -> None:
+        """Compile the module in place by `torch.compile(..., backend=backend, **compile_kwargs)`: its blocks, all of
+        them in the time of one, or its `whole` forward."""
+        for part in [self.module] if whole else blocks(self.module):
+            part.compile(backend=backend, **(compile_kwargs or {}))
 
     def destroy(self) -> None:
         """Take all hooks off the module and let the buffers go; the module keeps its parameters."""

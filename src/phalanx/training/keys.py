@@ -96,7 +96,7 @@ HINTS: dict[str, str] = {
     "seq_parallel_communication_data_type": "only of Ulysses sequence parallelism, which is refused",
     "use_data_before_expert_parallelism": "only of expert parallelism, which is refused",
     "graph_harvesting": "CUDA graphs of short kernels",
-    "compile": "DeepCompile; `engine.compile()` is torch.compile",
+    "compile": "DeepCompile; `engine.compile()` is torch.compile, block by block",
     "aio": _OFFLOAD,
     "zero_force_ds_cpu_optimizer": _OFFLOAD,
     "activation_checkpointing": "only of `deepspeed.checkpointing`; use `model.gradient_checkpointing_enable()`",
