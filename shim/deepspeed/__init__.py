@@ -12,7 +12,7 @@ if "+phalanx" not in __version__:
 from phalanx import add_config_arguments, get_accelerator, init_distributed, set_autotp_mode, tp_model_init
 from phalanx.training.hf_deepspeed import DeepSpeedEngine, initialize
 
-from . import accelerator, checkpoint, comm, runtime, utils, zero
+from . import accelerator, checkpoint, comm, ops, runtime, utils, zero
 
 __all__ = [
     "DeepSpeedEngine",
@@ -23,6 +23,7 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "ops",
     "runtime",
     "set_autotp_mode",
     "tp_model_init",

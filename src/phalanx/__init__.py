@@ -13,6 +13,7 @@ _HOME_OF = {
     "AsyncLLM": "phalanx.engine",
     "DeepSpeedEngine": "phalanx.training.deepspeed",
     "EngineConfig": "phalanx.config",
+    "FusedAdam": "phalanx.training.fused_adam",
     "Guide": "phalanx.engine",
     "InferenceEngine": "phalanx.engine",
     "LLM": "phalanx.engine",

@@ -167,7 +167,7 @@ def case_optimizer_and_schedule_of_the_config() -> None:
         },
     )
     engine, optimizer, _, schedule = deepspeed.initialize(model=llama(), config=named)
-    assert type(optimizer) is torch.optim.AdamW and schedule is engine.lr_scheduler
+    assert type(optimizer) is deepspeed.FusedAdam and schedule is engine.lr_scheduler
     # DeepSpeed's warm-up: the first rate before the first and the second step, then half way.
     assert train(engine) == pytest.approx(expected_losses(lambda step: [1e-3, 1e-3, 5.5e-3][step]), **CLOSE)
     assert engine.get_lr() == pytest.approx([1e-2])

@@ -42,6 +42,7 @@ def trains_alike(tp: int, dp: int, stage: int) -> None:
     trainer.train()
     assert isinstance(trainer.model_wrapped, deepspeed.DeepSpeedEngine)
     assert type(trainer.model_wrapped.engine).__module__.startswith("phalanx.")
+    assert deepspeed.ops.adam.FusedAdam.__module__.startswith("phalanx.")
     expected = [entry for entry in read("stock-fp32-1")[0] if "loss" in entry]
     got = [entry for entry in told(trainer) if "loss" in entry]
     for one, other in zip(got, expected, strict=True):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phalanx.training.checkpoint_folder import CheckpointError
 from phalanx.training.fragments import by_parameter
+from phalanx.training.fused_adam import kind_of
 from phalanx.training.parts import parts
 from phalanx.training.whole import held, tied_names
 
@@ -57,7 +58,7 @@ def _read_universal(engine: TrainingEngine, path: Path, strict: bool, optimizer:
         _put(engine, name, _tensor(folder / "fp32.pt"))
         if not (optimizer and name in engine.trained_names):
             continue
-        if engine.optimizer is None or type(engine.optimizer).__name__ not in ("Adam", "AdamW"):
+        if engine.optimizer is None or kind_of(engine.optimizer) not in ("Adam", "AdamW"):
             raise CheckpointError(
                 f"{path} holds the moments of Adam, and this run has {type(engine.optimizer).__name__}: use AdamW, or "
                 "load with load_optimizer_states=False"

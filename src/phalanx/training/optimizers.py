@@ -15,9 +15,10 @@ import torch
 from torch import optim
 
 from phalanx.config import ConfigError
+from phalanx.training.fused_adam import FusedAdam
 from phalanx.training.repoint import ELEMENTWISE
 
-_BY_NAME: dict[str, type[optim.Optimizer]] = {kind.__name__: kind for kind in ELEMENTWISE}
+_BY_NAME: dict[str, type[optim.Optimizer]] = {kind.__name__: kind for kind in ELEMENTWISE if kind is not FusedAdam}
 
 _LACKING = {
     "lamb": "its step depends on the norm of whole layers",
@@ -43,10 +44,10 @@ def optimizer_maker(
 ) -> Callable[[Iterable[torch.Tensor] | Iterable[dict[str, Any]]], optim.Optimizer]:
     """What makes the optimizer that a config's `optimizer.type` and `optimizer.params` name, given parameters.
 
-    `Adam` and `AdamW` are DeepSpeed's FusedAdam: decoupled weight decay (0 by default) also for `Adam`, unless
-    `adam_w_mode` is false; with `torch_adam` they are torch's own, with torch's defaults. Every other name is that of a
-    class of `torch.optim`. Raises ConfigError for a name that is not implemented, saying why, and for keyword arguments
-    that the optimizer does not take.
+    `Adam` and `AdamW` are DeepSpeed's FusedAdam, and ours: decoupled weight decay (0 by default) also for `Adam`,
+    unless `adam_w_mode` is false; with `torch_adam` they are torch's own, with torch's defaults. Every other name is
+    that of a class of `torch.optim`. Raises ConfigError for a name that is not implemented, saying why, and for keyword
+    arguments that the optimizer does not take.
     """
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     if "max_grad_norm" in given:
@@ -95,12 +96,11 @@ _NUMBERS = (
 
 
 def _adam(name: str, given: dict[str, Any]) -> tuple[type[optim.Optimizer], dict[str, Any]]:
-    """torch's class and arguments that are DeepSpeed's `Adam` or `AdamW`."""
+    """The class and arguments that are DeepSpeed's `Adam` or `AdamW`."""
     own_torch = _switch(given, "torch_adam", False)
     decoupled = _switch(given, "adam_w_mode", True) or name == "adamw"
-    kind = optim.AdamW if decoupled else optim.Adam
     if own_torch:
-        return kind, given
+        return optim.AdamW if decoupled else optim.Adam, given
     given.pop("set_grad_none", None)  # whether zero_grad frees gradients
     if not _switch(given, "bias_correction", True):
         raise ConfigError("optimizer.params.bias_correction: Adam without bias correction is not implemented")
@@ -114,7 +114,7 @@ def _adam(name: str, given: dict[str, Any]) -> tuple[type[optim.Optimizer], dict
                 f"optimizer.params.{key}: {name} has no such setting; known: {', '.join(_FUSED_ADAM)}, adam_w_mode, "
                 "torch_adam (torch's own Adam, with its settings)"
             )
-    return kind, {**_FUSED_ADAM, **given}
+    return FusedAdam, {**_FUSED_ADAM, **given, "adam_w_mode": decoupled}
 
 
 def _switch(given: dict[str, Any], key: str, default: bool) -> bool:

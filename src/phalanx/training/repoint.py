@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.training.fragments import Fragment, by_parameter
+from phalanx.training.fused_adam import FusedAdam
 
 # Each element's update depends on that element alone, so they give the same answer on any part of a parameter.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -25,6 +26,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.ASGD,
+    FusedAdam,
 )
 
 

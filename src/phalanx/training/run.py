@@ -28,6 +28,7 @@ from phalanx.training.checkpoint_folder import Saved, check_new_run, newest_tag
 from phalanx.training.comm import init_distributed
 from phalanx.training.deepspeed import initialize
 from phalanx.training.engine import TrainingEngine
+from phalanx.training.fused_adam import FusedAdam
 from phalanx.training.journal import Journal, flops_of_token, peak_flops
 from phalanx.training.recipe import OptimizationRecipe, Recipe, read_recipe
 from phalanx.training.same_data import check_data, mark_of_data
@@ -269,10 +270,9 @@ def _engine(recipe: Recipe, world: int, steps: int, base: str | None) -> Trainin
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     decayed = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
+    optimizer = FusedAdam(
         [{"params": decayed, "weight_decay": how.weight_decay}, {"params": rest, "weight_decay": 0.0}],
         lr=how.learning_rate,
-        fused=torch.cuda.is_available(),
     )
     schedule = LambdaLR(optimizer, lambda step: rate(how, step, steps))
     engine, _, _, _ = initialize(

@@ -35,6 +35,7 @@ from phalanx.training.checkpoint_folder import (
     partial_folder,
 )
 from phalanx.training.fragments import by_parameter
+from phalanx.training.fused_adam import kind_of
 from phalanx.training.hf_names import class_name, json_of
 from phalanx.training.parts import is_written_here, parts
 from phalanx.training.random_state import go_on_drawing, random_state
@@ -252,7 +253,7 @@ def _about(engine: TrainingEngine, client_state: Mapping[str, Any], exclude_froz
         "generation_config": json_of(getattr(model, "generation_config", None)),
         "frozen_excluded": exclude_frozen,
         "tied": tied_names(engine.module),
-        "optimizer": None if engine.optimizer is None else type(engine.optimizer).__name__,
+        "optimizer": None if engine.optimizer is None else kind_of(engine.optimizer),
         "param_groups": [
             {key: _number(value) for key, value in group.items() if key not in _NOT_SAVED}
             for group in ([] if engine.optimizer is None else engine.optimizer.param_groups)
@@ -345,9 +346,9 @@ def _read_optimizer(engine: TrainingEngine, saved: Saved) -> None:
     optimizer, index = engine.optimizer, saved.index
     if optimizer is None:
         return
-    if index["optimizer"] != type(optimizer).__name__:
+    if index["optimizer"] != kind_of(optimizer):
         raise CheckpointError(
-            f"{saved.path} holds the state of {index['optimizer']}, this run has {type(optimizer).__name__}: use the "
+            f"{saved.path} holds the state of {index['optimizer']}, this run has {kind_of(optimizer)}: use the "
             "same optimizer, or load with load_optimizer_states=False"
         )
     groups = index["param_groups"]

@@ -1,0 +1,5 @@
+"""`deepspeed.ops.adam`."""
+
+from phalanx import FusedAdam
+
+__all__ = ["FusedAdam"]
