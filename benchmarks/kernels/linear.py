@@ -27,12 +27,13 @@ from phalanx.ops.activation import gated_activation
 from phalanx.ops.linear import PreparedWeight, linear, prepare_linear, restore_weight
 from phalanx.ops.moe import MaskedExperts, SortedExperts, route
 from phalanx.ops.quantized import LAYOUTS, quantize_fp8
+from phalanx.ops.triton.fp8_linear import RowsTile, quantize_rows
+from phalanx.ops.triton.fp8_linear import few_rows as fp8_rows
 from phalanx.ops.triton.grouped import GroupedExperts
 from phalanx.ops.triton.invariant import partial as partial_sum
 from phalanx.ops.triton.invariant import tree_sum
 from phalanx.ops.triton.linear import Tile, one_row, tile_for
 from phalanx.ops.triton.quantized_linear import few_rows as quantized_rows
-from phalanx.ops.triton.quantized_linear import quantize_rows
 from phalanx.ops.triton.support import multiprocessors
 
 SHAPES = {
@@ -60,6 +61,13 @@ ONE_ROW = (
     Tile(4, 1024, 4, 4, 1024),
 )
 QUANTIZED = (Tile(16, 256, 4, 5, 2048), Tile(32, 256, 4, 5, 2048), Tile(64, 256, 4, 4, 2048), Tile(64, 128, 4, 5, 1024))
+FP8_ROWS = (
+    RowsTile(16, 64, 512, 3, True),
+    RowsTile(32, 64, 512, 3, True),
+    RowsTile(64, 64, 128, 6, True),
+    RowsTile(64, 32, 512, 4, False),
+    RowsTile(64, 64, 256, 5, False),
+)
 QUANTIZED_SHAPES = ("8b qkv", "8b o", "8b gate_up", "8b down")
 EXPERTS = {"mixtral, half as wide": (8, 2, 2048, 7168), "qwen3 30b-a3b": (128, 8, 2048, 768)}
 """Experts, those of a token, hidden size, an expert's width."""
@@ -178,9 +186,21 @@ def time_quantized(names: Sequence[str], counts: Sequence[int]) -> list[Row]:
                 attempt(found, layout or "bf16", row, partial(_quantized, launch, weights, size, layout, x))
                 if layout is None or rows > 64:
                     continue
-                numbers, scale = quantize_rows(x) if layout == "fp8" else (x, None)
+                if layout == "fp8":
+                    numbers, scale = quantize_rows(x)
+                    for fp8_tile in FP8_ROWS if rows > 1 else ():
+                        other = partial(fp8_rows, numbers, scale, bias=None, tile=fp8_tile)
+                        label = f"fp8 {'/'.join(map(str, fp8_tile))}"
+                        attempt(found, label, row, partial(walk, other, weights, size))
+                    attempt(
+                        found,
+                        "fp8, quantising alone",
+                        row,
+                        partial(walk, lambda _, x=x: quantize_rows(x), weights, size),
+                    )
+                    continue
                 for tile in QUANTIZED:
-                    other = partial(quantized_rows, numbers, bias=None, x_scale=scale, tile=tile)
+                    other = partial(quantized_rows, x, bias=None, tile=tile)
                     label = f"{layout} {'/'.join(map(str, tile))}"
                     attempt(found, label, row, partial(walk, other, weights, size))
             del weights
@@ -328,7 +348,7 @@ def main() -> None:
     sections: dict[str, Callable[[], list[Row]]] = {
         "checks": check_linear,
         "linear": lambda: time_linear(names, (1, 8, 64, 256)),
-        "quantized": lambda: time_quantized(QUANTIZED_SHAPES, (1, 8, 64, 256)),
+        "quantized": lambda: time_quantized(QUANTIZED_SHAPES, (1, 8, 32, 64, 256)),
         "invariant": lambda: time_invariant(("8b qkv", "8b down"), (1, 64, 1024)),
         "experts": lambda: time_experts((1, 64) if arguments.quick else (1, 8, 64, 1024)),
     }

@@ -36,6 +36,7 @@ class Watched:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.steps: list[StepShape] = []
+        self.last = StepShape(0, 0, 0, 0)
         self.launching: list[float] = []
         self.waiting: list[float] = []
         wait = Readback.wait
@@ -53,17 +54,8 @@ class Watched:
             begin = time.perf_counter()
             result = launch(step)
             self.launching.append(time.perf_counter() - begin)
-            rows = step.rows
-            self.steps.append(
-                StepShape(
-                    tokens=sum(row.count for row in rows),
-                    logits=sum(row.draw for row in rows),
-                    keys_read=sum(row.start + row.count for row in rows),
-                    prompt_pairs=sum(
-                        row.count * row.start + row.count * (row.count + 1) // 2 for row in rows if row.count > 1
-                    ),
-                )
-            )
+            self.last = shape_of(step, self.last)
+            self.steps.append(self.last)
             return result
 
         llm.engine.executor.launch = noted  # type: ignore[method-assign]
@@ -88,6 +80,19 @@ class Watched:
         self.steps.clear()
         self.launching.clear()
         self.waiting.clear()
+
+
+def shape_of(step: Any, last: StepShape) -> StepShape:
+    """The shape of a launched step; of one that repeats the last, whose rows are each a token further, from that."""
+    rows = step.rows
+    if step.further is not None:
+        return StepShape(last.tokens, last.logits, last.keys_read + last.tokens, 0)
+    return StepShape(
+        tokens=sum(row.count for row in rows),
+        logits=sum(row.draw for row in rows),
+        keys_read=sum(row.start + row.count for row in rows),
+        prompt_pairs=sum(row.count * row.start + row.count * (row.count + 1) // 2 for row in rows if row.count > 1),
+    )
 
 
 def nano_requests() -> tuple[list[list[int]], list[int]]:

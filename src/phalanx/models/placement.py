@@ -59,6 +59,8 @@ class Placement:
             if against:
                 raise ValueError(f"batch_invariant chooses {INVARIANT_OPS}, but ops force {against}: leave out one")
             forced = {**forced, **INVARIANT_OPS}
+        if quantization == "fp8":
+            forced = {**fp8_ops(device, dtype), **forced}
         self.forced = forced
         self.quantization = quantization
         for name in forced:
@@ -104,6 +106,16 @@ class Placement:
     def op(self, name: str, needs: frozenset[str] = frozenset()) -> Any:
         """The implementation of an op for this device and dtype that has the optional features ``needs``."""
         return registry.select(name, device=self.device, dtype=self.dtype, forced=self.forced.get(name), needs=needs)
+
+
+def fp8_ops(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """What leaves its rows quantised for a product with e4m3 weights, where there is such an implementation."""
+    return {
+        op: each.name
+        for op in ("rms_norm", "add_rms_norm", "gated_activation")
+        for each in registry.implementations(op)
+        if each.name == "triton_fp8" and each.supports(device, dtype)
+    }
 
 
 def device_of(config: EngineConfig, group: Group) -> torch.device:

@@ -7,7 +7,6 @@ layer knows of its cut is one record, `module.cut`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -140,10 +139,16 @@ def become(module: nn.Module, mixin: type[CutLayer], cut: Cut) -> None:
     module.cut = cut  # type: ignore[assignment]
 
 
-@functools.cache
 def joined(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     """The class that inherits from both: one for all layers, so that what is compiled for one serves the others."""
-    return type(f"{mixin.__name__}[{own.__name__}]", (mixin, own), {"__module__": own.__module__})
+    known = _JOINED.get((mixin, own))
+    if known is None:
+        known = type(f"{mixin.__name__}[{own.__name__}]", (mixin, own), {"__module__": own.__module__})
+        _JOINED[mixin, own] = known
+    return known
+
+
+_JOINED: dict[tuple[type, type], type[nn.Module]] = {}
 
 
 def copied_runs(partition: Partition, shape: Sequence[int], rank: int, world: int) -> Copies | None:

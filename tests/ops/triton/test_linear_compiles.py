@@ -10,8 +10,8 @@ import pytest
 
 PROGRAM = """
 import triton.compiler
-from phalanx.ops.triton import grouped, grouped_kernels, invariant, linear, linear_kernels
-from phalanx.ops.triton import quantized_kernels, quantized_linear
+from phalanx.ops.triton import fp8_kernels, fp8_linear, grouped, grouped_kernels, invariant, linear, linear_kernels
+from phalanx.ops.triton import activation, norm, quantized_kernels, quantized_linear
 from tests.ops.triton.ahead_of_time import compile_for_hopper
 
 # Sizes and addresses are multiples of 16, as they are for real models: only then are loads wide and run ahead.
@@ -38,35 +38,43 @@ def of(dtype, *names, **others):
     return {name: "*" + dtype for name in names} | {name: "*" + other for name, other in others.items()}
 
 bf16 = of("bf16", "x", "w", "bias", "y")
+fp8 = of("fp8e4nv", "x", "w", x_scale="fp32", scale="fp32", bias="bf16", y="bf16")
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (1024, 2048)]
 for n, k in SHAPES:
     common = dict(BIASED=False, PDL=True)
-    for rows in (1, 8, 64):
+    for rows in (1, 8, 32, 64):
         if rows == 1:
             tile = linear.tile_for(n, k, 132)
             constants = common | dict(EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
-            constants |= dict(SCALED=False, X_SCALED=False)
-            constants |= dict(PREFETCH=tile.prefetch, STEP=64)
+            constants |= dict(SCALED=False, PREFETCH=tile.prefetch, STEP=64)
             one = linear_kernels.one_row_kernel
-            scales = of("fp32", "x_scale", "scale")
-            compiled(one, bf16 | scales, tile.warps, 3, STAGES=tile.stages, **constants)
-            constants |= dict(SCALED=True, X_SCALED=True)
-            fp8 = of("fp8e4nv", "x", "w", bias="bf16", y="bf16") | scales
-            compiled(one, fp8, tile.warps, 3, STAGES=tile.stages, **constants)
+            compiled(one, bf16 | of("fp32", "scale"), tile.warps, 3, STAGES=tile.stages, **constants)
+            tile = fp8_linear.row_tile(n, k, 132)
+            constants = common | dict(EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
+            constants |= dict(STEPS=tile.steps, ONCE=k <= 8 * tile.inner, PREFETCH=tile.prefetch)
+            compiled(fp8_kernels.fp8_row_kernel, fp8, 4, 3, **constants)
+        else:
+            tile = fp8_linear.rows_tile(rows, n, k, 132)
+            constants = common | dict(EVEN_K=True, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
+            constants |= dict(SWAPPED=tile.swapped, PREFETCH=tile.prefetch)
+            compiled(fp8_kernels.fp8_rows_kernel, fp8, 4, tile.stages, **constants)
         tile = quantized_linear.tile_for(rows, n, k, 132)
         constants = common | dict(BLOCK_M=max(16, rows), BLOCK_N=tile.columns, PREFETCH=tile.prefetch)
-        kernel = quantized_kernels.quantized_rows_kernel
+        kernel = quantized_kernels.int8_rows_kernel
         even = dict(EVEN_K=True, BLOCK_K=tile.inner)
-        fp8 = of("fp8e4nv", "x", "w", x_scale="fp32", scale="fp32", bias="bf16", y="bf16")
-        compiled(kernel, fp8, tile.warps, tile.stages, FP8=True, **even, **constants)
-        int8 = bf16 | of("fp32", "scale") | of("bf16", "x_scale", w="i8")
-        compiled(kernel, int8, tile.warps, tile.stages, FP8=False, **even, **constants)
+        int8 = bf16 | of("fp32", "scale", w="i8")
+        compiled(kernel, int8, tile.warps, tile.stages, **even, **constants)
         int4 = bf16 | of("bf16", "scale", "offset", w="u8")
         few = dict(warps=4, stages=5) if rows <= 16 else dict(warps=8, stages=4)
         constants["BLOCK_M"] = min(32, constants["BLOCK_M"])
         compiled(quantized_kernels.int4_rows_kernel, int4, few["warps"], few["stages"], GROUP=128, **constants)
 quantized = of("bf16", "x", numbers="fp8e4nv", scales="fp32")
-compiled(quantized_kernels.quantize_rows_kernel, quantized, 4, 3, BLOCK=4096, PDL=True)
+for block, once in ((4096, True), (16384, True), (16384, False)):
+    compiled(fp8_kernels.quantize_rows_kernel, quantized, 16, 3, BLOCK=block, ONCE=once, PDL=True)
+of_rows = of("bf16", "x", "residual", "weight", "bias", "out", "total", numbers="fp8e4nv", scales="fp32")
+flags = dict(ADD=True, CENTRE=False, WEIGHT=True, BIAS=False, FP8=True, PDL=True)
+compiled(norm._norm_kernel, of_rows | {"eps": "fp32"}, 8, 3, WIDTH=4096, PADDED=4096, ROWS=1, **flags)
+compiled(activation._gated_fp8_kernel, of_rows, 16, 3, KIND="silu", BLOCK=16384, PDL=True)
 compiled(quantized_kernels.restore_int4_kernel, of("bf16", "scale", "offset", "out", w="u8"), 4, 3,
          GROUP=128, BLOCK_N=32, NATIVE=True)
 

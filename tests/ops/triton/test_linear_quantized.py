@@ -10,8 +10,12 @@ from torch import Tensor
 
 from phalanx.ops.linear import prepare_linear, reader_of
 from phalanx.ops.quantized import LAYOUTS, Fp8Linear, Int4Linear, Int8Linear, quantize_fp8
-from phalanx.ops.triton import quantized_linear
-from phalanx.ops.triton.quantized_linear import TritonFp8, TritonInt4, TritonInt8, quantize_rows, restore_int4
+from phalanx.ops.triton import fp8_linear, quantized_linear
+from phalanx.ops.triton.activation import gated_activation, gated_activation_fp8
+from phalanx.ops.triton.fp8_linear import RowTile, TritonFp8, few_rows, one_row, quantize_rows
+from phalanx.ops.triton.fp8_rows import Fp8Rows, leave, left_beside
+from phalanx.ops.triton.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
+from phalanx.ops.triton.quantized_linear import TritonInt4, TritonInt8, restore_int4
 from tests.ops.triton import attention_case  # noqa: F401  (completes the interpreter)
 
 BACKENDS = {
@@ -45,7 +49,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def exact_rounding(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations are quantised in plain PyTorch where the interpreter would cut numbers off to fp8."""
     if kernel_device.type == "cpu":
-        monkeypatch.setattr(quantized_linear, "quantize_rows", quantize_fp8)
+        monkeypatch.setattr(fp8_linear, "quantize_rows", quantize_fp8)
 
 
 @pytest.mark.usefixtures("exact_rounding")
@@ -68,7 +72,71 @@ def test_few_rows_equal_the_plain_back_end(
         assert error(kernel.apply(x, prepared, shift), wanted) < 1e-2
 
 
-@pytest.mark.parametrize("width", [40, 5000])
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features", "tile"),
+    [
+        (1, 9, 128, RowTile(4, 64, 2, 0)),
+        (1, 9, 120, RowTile(4, 64, 2, 0)),
+        (1, 9, 576, RowTile(2, 64, 0, 64)),  # more steps than are summed in fp16
+        (1, 5, 500, RowTile(8, 64, 0, 0)),
+        (2, 70, 200, None),
+        (20, 70, 512, None),
+        (33, 70, 200, None),
+        (64, 20000, 64, None),
+        (65, 40, 96, None),
+    ],
+)
+def test_rows_of_fp8_in_all_sizes(
+    rows: int, out_features: int, in_features: int, tile: RowTile | None, kernel_device: torch.device
+) -> None:
+    prepared = Fp8Linear().prepare(drawn(out_features, in_features).to(kernel_device))
+    numbers, scale = quantize_fp8(drawn(rows, in_features).to(kernel_device))
+    bias = drawn(out_features).to(kernel_device)
+    wanted = (numbers.double() * scale[:, None]) @ (prepared.data.double() * prepared.aux["scale"][:, None]).T + bias
+    found = one_row(numbers, scale, prepared, bias, tile) if rows == 1 else few_rows(numbers, scale, prepared, bias)
+    assert error(found, wanted) < 1e-2
+
+
+def test_sums_in_fp16_do_not_overflow(kernel_device: torch.device) -> None:
+    """All numbers are the largest there are, of one sign."""
+    prepared = Fp8Linear().prepare(torch.ones(3, 16384, dtype=torch.bfloat16, device=kernel_device))
+    numbers, scale = quantize_fp8(torch.ones(1, 16384, device=kernel_device))
+    assert error(one_row(numbers, scale, prepared, None), torch.full((1, 3), 16384.0, device=kernel_device)) < 1e-2
+
+
+@pytest.mark.parametrize("width", [40, 1500])
+def test_norms_and_activations_leave_rows_quantised(width: int, kernel_device: torch.device) -> None:
+    x, residual = drawn(3, width).to(kernel_device), drawn(3, width + 1).to(kernel_device)[:, :width]
+    weight, both = drawn(width).to(kernel_device), drawn(5, 2 * width).to(kernel_device)
+    x[1] = 0
+    pairs = [
+        (rms_norm_fp8(x, weight, 1e-5), rms_norm(x, weight, 1e-5)),
+        (add_rms_norm_fp8(x, residual, weight, 1e-5)[0], add_rms_norm(x, residual, weight, 1e-5)[0]),
+        (gated_activation_fp8(both, "silu"), gated_activation(both, "silu")),
+    ]
+    for found, plain in pairs:
+        torch.testing.assert_close(found, plain, rtol=0, atol=0)
+        rows = left_beside(found)
+        assert rows is not None
+        numbers, scale = quantize_rows(plain)
+        torch.testing.assert_close(rows.scale, scale, rtol=0, atol=0)
+        assert torch.equal(rows.numbers.view(torch.uint8), numbers.view(torch.uint8))
+    heads = rms_norm_fp8(x.view(3, 2, width // 2), weight[: width // 2], 1e-5)
+    assert left_beside(heads) is None
+
+
+def test_a_product_takes_what_was_left_beside_its_rows(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = Fp8Linear().prepare(drawn(32, 64).to(kernel_device))
+    x = drawn(3, 64).to(kernel_device)
+    rows = Fp8Rows(*quantize_fp8(2 * x))
+    monkeypatch.setattr(fp8_linear, "quantize_rows", None)
+    found = TritonFp8().apply(leave(x, rows), prepared, None)
+    assert error(found, Fp8Linear().apply(2 * x, prepared, None)) < 1e-2
+
+
+@pytest.mark.parametrize("width", [40, 5000, 20000])
 def test_rows_are_quantised_as_in_plain_pytorch(width: int, kernel_device: torch.device) -> None:
     x = drawn(3, width).to(kernel_device)
     x[1] = 0
@@ -88,6 +156,7 @@ def test_a_weight_of_four_bits_is_restored(kernel_device: torch.device) -> None:
 @pytest.mark.usefixtures("exact_rounding")
 def test_many_rows_and_none(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_linear, "WEIGHT_ONLY_ROWS", 2)
+    monkeypatch.setattr(fp8_linear, "FEW_ROWS_ODD", 2)
     for layout, (kernel, plain) in BACKENDS.items():
         # Not a multiple of 16, so that fp8 takes the way without the library's scaled product.
         prepared = plain.prepare(drawn(17, 64).to(kernel_device))

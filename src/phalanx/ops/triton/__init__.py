@@ -3,6 +3,7 @@
 from phalanx.ops.triton import activation as activation
 from phalanx.ops.triton import attention as attention
 from phalanx.ops.triton import attention_invariant as attention_invariant
+from phalanx.ops.triton import fp8_linear as fp8_linear
 from phalanx.ops.triton import greedy as greedy
 from phalanx.ops.triton import grouped as grouped
 from phalanx.ops.triton import invariant as invariant

@@ -121,8 +121,9 @@ def splits_of(context, window, num_splits, min_blocks, BLOCK_N: tl.constexpr, WI
         begin = tl.maximum(context - window, 0)
     aligned = begin // BLOCK_N * BLOCK_N
     blocks = tl.cdiv(context - aligned, BLOCK_N)
-    per_split = tl.maximum(tl.cdiv(blocks, num_splits), min_blocks)
-    return begin, aligned, per_split * BLOCK_N, tl.cdiv(blocks, per_split)
+    # No split has fewer blocks than min_blocks, so none is left with a rest that is not worth a merge.
+    per_split = tl.cdiv(blocks, tl.maximum(1, tl.minimum(num_splits, blocks // min_blocks)))
+    return begin, aligned, per_split * BLOCK_N, tl.cdiv(blocks, tl.maximum(per_split, 1))
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)

@@ -63,18 +63,16 @@ def one_row(
     tile: Tile | None = None,
     *,
     scale: Tensor | None = None,
-    x_scale: Tensor | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`.
 
     Args:
         x: [..., in] of bf16 or fp16 that holds one row.
-        weight: [out, in], rows dense; of x's dtype, or e4m3 or int8 numbers with a `scale`.
+        weight: [out, in], rows dense; of x's dtype, or int8 numbers with a `scale`.
         bias: [out].
         dtype: of the result; x's if None.
         tile: other sizes than those of ``tile_for``.
         scale: float32 [out], what the numbers of the weight are multiplied by.
-        x_scale: float32 [1], the same for x, which holds e4m3 numbers then.
 
     Returns:
         [..., out], contiguous.
@@ -88,14 +86,12 @@ def one_row(
     one_row_kernel[(triton.cdiv(out_features, tile.columns),)](
         row,
         weight,
-        out if x_scale is None else x_scale,
         out if scale is None else scale,
         out if bias is None else bias,
         out,
         out_features,
         in_features,
         weight.stride(0),
-        X_SCALED=x_scale is not None,
         SCALED=scale is not None,
         BIASED=bias is not None,
         EVEN_K=in_features % tile.inner == 0,

@@ -28,14 +28,14 @@ def prefetch(rows, k, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.con
 
 @triton.jit
 def one_row_kernel(
-    x, w, x_scale, scale, bias, y, n, k, w_stride,
-    X_SCALED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr,
+    x, w, scale, bias, y, n, k, w_stride,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     PREFETCH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """x [k] -> y [n] by fp32 multiply-adds; grid (cdiv(n, BLOCK_N),).
 
-    SCALED: w holds e4m3 or int8 numbers, scale [n] what they are multiplied by. X_SCALED: x holds e4m3 numbers.
+    SCALED: w holds int8 numbers, scale [n] what they are multiplied by.
     """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < n
@@ -59,8 +59,6 @@ def one_row_kernel(
     total = tl.sum(acc, 1)
     if SCALED:
         total *= tl.load(scale + columns, mask=inside, other=0.0)
-    if X_SCALED:
-        total *= tl.load(x_scale)
     if BIASED:
         total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + columns, total.to(y.dtype.element_ty), mask=inside)

@@ -12,28 +12,6 @@ VARYING = ("m",)
 
 
 @triton.jit
-def quantize_rows_kernel(x, numbers, scales, k, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """x [rows, k] -> e4m3 numbers [rows, k], dense, and float32 scales [rows]; grid (rows,)."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, k, BLOCK):
-        at = start + columns
-        largest = tl.maximum(largest, tl.abs(tl.load(x + row * x_stride + at, mask=at < k, other=0.0).to(tl.float32)))
-    scale = tl.div_rn(tl.max(largest, 0), 448.0)
-    scale = tl.where(scale > 0.0, scale, 1.0)
-    tl.store(scales + row, scale)
-    for start in tl.range(0, k, BLOCK):
-        at = start + columns
-        value = tl.div_rn(tl.load(x + row * x_stride + at, mask=at < k, other=0.0).to(tl.float32), scale)
-        value = tl.minimum(tl.maximum(value, -448.0), 448.0)
-        tl.store(numbers + row * k + at, value.to(tl.float8e4nv), mask=at < k)
-
-
-@triton.jit
 def nibbles(data, TYPE: tl.constexpr, NATIVE: tl.constexpr):
     """The low and the high four bits of bytes, as numbers of TYPE from 0 to 15, and as many ones.
 
@@ -95,16 +73,13 @@ def nibbles(data, TYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=VARYING)
-def quantized_rows_kernel(
-    x, x_scale, w, scale, bias, y, m, n, k, x_stride, w_stride,
-    FP8: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr,
+def int8_rows_kernel(
+    x, w, scale, bias, y, m, n, k, x_stride, w_stride,
+    BIASED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a byte with a scale for each output: x [m, k], w [n, k] -> y [m, n], dense.
-
-    FP8: x and w are e4m3, x_scale [m] float32; else w is int8 and x is of y's dtype.
-    """
+    """Whole numbers of a byte with a scale for each output: x [m, k], w [n, k] -> y [m, n], dense."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < n
     weights = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
@@ -128,16 +103,11 @@ def quantized_rows_kernel(
             valid = start + inner < k
             a = tl.load(x_at + start, mask=real[:, None] & valid[None, :], other=0.0)
             b = tl.load(w_at + start, mask=valid[:, None], other=0.0)
-        if FP8:
-            # All e4m3 numbers are fp16 numbers.
-            acc = tl.dot(a.to(tl.float16), b.to(tl.float16), acc)
-        elif PDL:
+        if PDL:
             acc = tl.dot(a, b.to(a.dtype), acc)
         else:
             # The interpreter makes no bf16 numbers of whole ones.
             acc = tl.dot(a, b.to(tl.float32).to(a.dtype), acc)
-    if FP8:
-        acc *= tl.load(x_scale + rows, mask=real, other=0.0)[:, None]
     acc *= factor[None, :]
     if BIASED:
         acc += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]

@@ -1,30 +1,22 @@
-"""Products with quantised weights on CUDA: few rows by own kernels, many by the vendor's library."""
+"""Products with int8 and int4 weights on CUDA: few rows by own kernels, many by the vendor's library."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional as F
 
 from phalanx.ops import registry
 from phalanx.ops.linear import PreparedWeight
-from phalanx.ops.quantized import Fp8Linear, Int4Linear, Int8Linear
+from phalanx.ops.quantized import Int4Linear, Int8Linear
 from phalanx.ops.triton.linear import Tile, inner_step, one_row, power_below, supports
-from phalanx.ops.triton.quantized_kernels import (
-    int4_rows_kernel,
-    quantize_rows_kernel,
-    quantized_rows_kernel,
-    restore_int4_kernel,
-)
-from phalanx.ops.triton.support import launches_early, multiprocessors
+from phalanx.ops.triton.quantized_kernels import int4_rows_kernel, int8_rows_kernel, restore_int4_kernel
+from phalanx.ops.triton.support import dense_rows, early_launch, launches_early, multiprocessors
 
 WEIGHT_ONLY_ROWS = 128
-"""Rows up to which int8 and int4 weights are widened in registers; above, once, before the library's product. And rows
-of fp8 up to which own kernels stand in where the library's scaled product takes no such shape."""
+"""Rows up to which weights are widened in registers; above, once, before the library's product."""
 
 
 def tile_for(rows: int, out_features: int, in_features: int, processors: int) -> Tile:
@@ -35,24 +27,8 @@ def tile_for(rows: int, out_features: int, in_features: int, processors: int) ->
     return Tile(columns, inner_step(in_features, 256 if rows <= 32 else 128), 4, 5, prefetch)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`phalanx.ops.quantized.quantize_fp8` of x [rows, k], rows dense, in one kernel."""
-    rows, k = x.shape
-    numbers = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if rows:
-        block = max(16, min(4096, triton.next_power_of_2(k)))
-        quantize_rows_kernel[(rows,)](x, numbers, scales, k, x.stride(0), BLOCK=block, **_early(x.device), num_warps=4)
-    return numbers, scales
-
-
-def few_rows(
-    x: Tensor, weight: PreparedWeight, bias: Tensor | None, x_scale: Tensor | None = None, tile: Tile | None = None
-) -> Tensor:
-    """x [rows, in], rows dense, times a weight in the layout fp8, int8 or int4 -> [rows, out] of the weight's dtype.
-
-    For fp8, x holds e4m3 numbers and `x_scale` [rows] their scales.
-    """
+def few_rows(x: Tensor, weight: PreparedWeight, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
+    """x [rows, in], rows dense, times a weight in the layout int8 or int4 -> [rows, out] of the weight's dtype."""
     rows, in_features, out_features = x.shape[0], weight.in_features, weight.out_features
     out = torch.empty((rows, out_features), dtype=weight.dtype, device=x.device)
     tile = tile or tile_for(rows, out_features, in_features, multiprocessors(x.device))
@@ -69,7 +45,7 @@ def few_rows(
         "PREFETCH": tile.prefetch,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-        **_early(x.device),
+        **early_launch(x.device),
     }
     if weight.layout == "int4":
         scale, offset = weight.aux["scale"], weight.aux["offset"]
@@ -78,10 +54,9 @@ def few_rows(
             weight.data.stride(0), GROUP=in_features // scale.shape[0], **constants,
         )  # fmt: skip
     else:
-        quantized_rows_kernel[grid](
-            x, out if x_scale is None else x_scale, weight.data, weight.aux["scale"], shift, out, rows, out_features,
-            in_features, x.stride(0), weight.data.stride(0), FP8=x_scale is not None,
-            EVEN_K=in_features % tile.inner == 0, BLOCK_K=tile.inner, **constants,
+        int8_rows_kernel[grid](
+            x, weight.data, weight.aux["scale"], shift, out, rows, out_features, in_features, x.stride(0),
+            weight.data.stride(0), EVEN_K=in_features % tile.inner == 0, BLOCK_K=tile.inner, **constants,
         )  # fmt: skip
     return out
 
@@ -97,34 +72,6 @@ def restore_int4(weight: PreparedWeight) -> Tensor:
             weight.data, scale, offset, out, n, k, GROUP=group, BLOCK_N=32, NATIVE=launches_early(out.device)
         )
     return out
-
-
-class TritonFp8(Fp8Linear):
-    """Activations are quantised in one kernel; then own kernels for few rows, `torch._scaled_mm` for many."""
-
-    def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
-        rows = dense_rows(x, weight)
-        if not rows.shape[0] or not weight.out_features or not weight.in_features:
-            return super().apply(x, weight, bias)
-        numbers, scale = quantize_rows(rows)
-        aligned = weight.dtype == torch.bfloat16 and weight.in_features % 16 == 0 and weight.out_features % 16 == 0
-        if rows.shape[0] == 1:
-            out = one_row(numbers, weight.data, bias, weight.dtype, scale=weight.aux["scale"], x_scale=scale)
-        elif not aligned and rows.shape[0] <= WEIGHT_ONLY_ROWS:
-            out = few_rows(numbers, weight, bias, scale)
-        elif aligned:
-            out = torch._scaled_mm(
-                numbers,
-                weight.data.T,
-                scale_a=scale[:, None],
-                scale_b=weight.aux["scale"][None, :],
-                bias=bias,
-                out_dtype=torch.bfloat16,
-            )
-        else:
-            restored = (numbers.float() * scale[:, None]).to(weight.dtype)
-            out = F.linear(restored, self.restore(weight), bias)
-        return out.view(*x.shape[:-1], weight.out_features)
 
 
 class TritonInt8(Int8Linear):
@@ -144,17 +91,6 @@ class TritonInt4(Int4Linear):
         return _weight_only(x, weight, bias) if _is_few(x, weight) else super().apply(x, weight, bias)
 
 
-def dense_rows(x: Tensor, weight: PreparedWeight) -> Tensor:
-    """x as [rows, in] with dense rows. ValueError for another number of inputs than the weight's."""
-    if x.shape[-1] != weight.in_features or x.dtype != weight.dtype:
-        raise ValueError(
-            f"linear: the weight takes [..., {weight.in_features}] of {weight.dtype}; "
-            f"x is {tuple(x.shape)} of {x.dtype}"
-        )
-    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
 def _is_few(x: Tensor, weight: PreparedWeight) -> bool:
     return 0 < x.shape[:-1].numel() <= WEIGHT_ONLY_ROWS and weight.out_features > 0 and weight.in_features > 0
 
@@ -166,10 +102,5 @@ def _weight_only(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tens
     return few_rows(rows, weight, bias).view(*x.shape[:-1], weight.out_features)
 
 
-@functools.cache
-def _early(device: torch.device) -> dict[str, bool]:
-    return {"PDL": True, "launch_pdl": True} if launches_early(device) else {"PDL": False}
-
-
-for _backend in (TritonFp8(), TritonInt8(), TritonInt4()):
+for _backend in (TritonInt8(), TritonInt4()):
     registry.register("linear", f"{_backend.layout}_triton", _backend, supports=supports, priority=-10)

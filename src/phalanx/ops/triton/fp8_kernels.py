@@ -1,0 +1,211 @@
+"""Triton kernels of e4m3 numbers: rows are quantised, and multiplied with weights of the same kind."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.ops.triton.linear_kernels import prefetch
+
+VARYING = ("m",)
+# Products that are summed in fp16 before they go to a sum in fp32.
+IN_HALF = tl.constexpr(8)
+
+
+@triton.jit
+def scale_of(largest):
+    """What e4m3 numbers up to 448 are multiplied by to reach `largest`; 1 for 0."""
+    scale = tl.div_rn(largest, 448.0)
+    return tl.where(scale > 0.0, scale, 1.0)
+
+
+@triton.jit
+def to_e4m3(value, scale):
+    """float32 -> e4m3, `scale` times which is near it."""
+    return tl.minimum(tl.maximum(tl.div_rn(value, scale), -448.0), 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def quantize_rows_kernel(x, numbers, scales, k, x_stride, BLOCK: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr):
+    """x [rows, k] -> e4m3 numbers [rows, k], dense, float32 scales [rows]; grid (rows,). ONCE: k fits into BLOCK."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    if ONCE:
+        value = tl.load(x + row * x_stride + columns, mask=columns < k, other=0.0).to(tl.float32)
+        scale = scale_of(tl.max(tl.abs(value), 0))
+        tl.store(numbers + row * k + columns, to_e4m3(value, scale), mask=columns < k)
+    else:
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for start in tl.range(0, k, BLOCK):
+            at = start + columns
+            value = tl.load(x + row * x_stride + at, mask=at < k, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(value))
+        scale = scale_of(tl.max(largest, 0))
+        for start in tl.range(0, k, BLOCK):
+            at = start + columns
+            value = tl.load(x + row * x_stride + at, mask=at < k, other=0.0).to(tl.float32)
+            tl.store(numbers + row * k + at, to_e4m3(value, scale), mask=at < k)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def multiply_add(w, x, acc, NATIVE: tl.constexpr):
+    """acc + w * x; w e4m3, x fp16. NATIVE: two at a time, in fp16."""
+    if not NATIVE:
+        return acc + w.to(tl.float32) * x.to(tl.float32)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        .reg .b32 a, b;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 a, low;
+        cvt.rn.f16x2.e4m3x2 b, high;
+        fma.rn.f16x2 $0, a, $3, $5;
+        fma.rn.f16x2 $1, b, $4, $6;
+        }""",
+        "=r,=r,r,r,r,r,r", [w, x, acc], dtype=tl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def few_products(
+    x, rows, ahead, first, last, k,
+    STEPS: tl.constexpr, AHEAD: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_N, BLOCK_K]: what columns `first` to `last` of x and w add to each place, IN_HALF steps at most.
+
+    STEPS: how many steps these are, 0 where that is not known when this is compiled. AHEAD: the first part is `ahead`.
+    """
+    inner = tl.arange(0, BLOCK_K)
+    half = tl.zeros((BLOCK_N, BLOCK_K), tl.float16 if NATIVE else tl.float32)
+    if STEPS > 0:
+        for step in tl.static_range(STEPS):
+            at = first + step * BLOCK_K + inner
+            if EVEN_K:
+                part = tl.load(rows[:, None] + at[None, :], eviction_policy="evict_first")
+                row = tl.load(x + at)
+            else:
+                part = tl.load(rows[:, None] + at[None, :], mask=(at < k)[None, :], other=0.0)
+                row = tl.load(x + at, mask=at < k, other=0.0)
+            if AHEAD and step == 0:
+                part = ahead
+            # All e4m3 numbers are fp16 numbers, and so are these parts of them; products stay below fp16's largest.
+            row = tl.broadcast_to((row.to(tl.float16) * 0.001953125)[None, :], (BLOCK_N, BLOCK_K))
+            half = multiply_add(part, row, half, NATIVE)
+    else:
+        for start in tl.range(first, last, BLOCK_K):
+            at = start + inner
+            if EVEN_K:
+                part = tl.load(rows[:, None] + at[None, :], eviction_policy="evict_first")
+                row = tl.load(x + at)
+            else:
+                part = tl.load(rows[:, None] + at[None, :], mask=(at < k)[None, :], other=0.0)
+                row = tl.load(x + at, mask=at < k, other=0.0)
+            row = tl.broadcast_to((row.to(tl.float16) * 0.001953125)[None, :], (BLOCK_N, BLOCK_K))
+            half = multiply_add(part, row, half, NATIVE)
+    return half.to(tl.float32)
+
+
+@triton.jit
+def fp8_row_kernel(
+    x, x_scale, w, scale, bias, y, n, k, w_stride,
+    BIASED: tl.constexpr, EVEN_K: tl.constexpr, STEPS: tl.constexpr, ONCE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """One row: x e4m3 [k], x_scale float32 [1], w e4m3 [n, k], scale float32 [n] -> y [n]; grid (cdiv(n, BLOCK_N),).
+
+    Up to IN_HALF products are summed in fp16 before they go to fp32: with fewer conversions, memory is the limit. Such
+    a sum is wrong by half of its last bit, 2^-11 of it, a fourth of what the result is rounded by in bf16.
+    STEPS: cdiv(k, BLOCK_K) where that is small; then the first weights are read before the kernel ahead has ended.
+    ONCE: all of k fits into one such sum.
+    """
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < n
+    rows = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
+    inner = tl.arange(0, BLOCK_K)
+    if STEPS > 0:
+        if EVEN_K:
+            ahead = tl.load(rows[:, None] + inner[None, :], eviction_policy="evict_first")
+        else:
+            ahead = tl.load(rows[:, None] + inner[None, :], mask=(inner < k)[None, :], other=0.0)
+    elif PDL and PREFETCH > 0:
+        prefetch(rows, k, BLOCK_N, PREFETCH, 128)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if STEPS > 0:
+        acc = few_products(x, rows, ahead, 0, k, k, STEPS, True, EVEN_K, BLOCK_N, BLOCK_K, PDL)
+    elif ONCE:
+        acc = few_products(x, rows, rows, 0, k, k, 0, False, EVEN_K, BLOCK_N, BLOCK_K, PDL)
+    else:
+        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for first in tl.range(0, k, IN_HALF * BLOCK_K):
+            last = tl.minimum(first + IN_HALF * BLOCK_K, k)
+            acc += few_products(x, rows, rows, first, last, k, 0, False, EVEN_K, BLOCK_N, BLOCK_K, PDL)
+    total = tl.sum(acc, 1) * tl.load(scale + columns, mask=inside, other=0.0) * (tl.load(x_scale) * 512.0)
+    if BIASED:
+        total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + columns, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def fp8_rows_kernel(
+    x, x_scale, w, scale, bias, y, m, n, k, x_stride, w_stride,
+    BIASED: tl.constexpr, EVEN_K: tl.constexpr, SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Some rows: x e4m3 [m, k], x_scale float32 [m], w e4m3 [n, k], scale float32 [n] -> y [m, n], dense.
+
+    SWAPPED: y's columns are the tall side of the product: the matrix units take 64 of them and few rows.
+    """
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < n
+    weights = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
+    if PDL:
+        gdc_launch_dependents()
+        if PREFETCH > 0:
+            prefetch(weights, k, BLOCK_N, PREFETCH, 128)
+        gdc_wait()
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = rows < m
+    row_at = x + tl.minimum(rows, m - 1).to(tl.int64) * x_stride
+    inner = tl.arange(0, BLOCK_K)
+    if SWAPPED:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        w_at, x_at = weights[:, None] + inner[None, :], row_at[None, :] + inner[:, None]
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        w_at, x_at = weights[None, :] + inner[:, None], row_at[:, None] + inner[None, :]
+    for start in tl.range(0, k, BLOCK_K):
+        there = start + inner < k
+        if EVEN_K:
+            a = tl.load(x_at + start)
+            b = tl.load(w_at + start)
+        elif SWAPPED:
+            a = tl.load(x_at + start, mask=there[:, None], other=0.0)
+            b = tl.load(w_at + start, mask=there[None, :], other=0.0)
+        else:
+            a = tl.load(x_at + start, mask=there[None, :], other=0.0)
+            b = tl.load(w_at + start, mask=there[:, None], other=0.0)
+        # The matrix units sum e4m3 products in few bits: each step's sum goes to fp32.
+        if SWAPPED:
+            acc = tl.dot(b, a, acc, max_num_imprecise_acc=BLOCK_K)
+        else:
+            acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)
+    x_factor = tl.load(x_scale + rows, mask=real, other=0.0)
+    factor = tl.load(scale + columns, mask=inside, other=0.0)
+    shift = tl.zeros((BLOCK_N,), tl.float32)
+    if BIASED:
+        shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if SWAPPED:
+        acc = acc * x_factor[None, :] * factor[:, None] + shift[:, None]
+        y_at, kept = y + rows.to(tl.int64)[None, :] * n + columns[:, None], inside[:, None] & real[None, :]
+    else:
+        acc = acc * x_factor[:, None] * factor[None, :] + shift[None, :]
+        y_at, kept = y + rows.to(tl.int64)[:, None] * n + columns[None, :], real[:, None] & inside[None, :]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=kept)

@@ -1,0 +1,176 @@
+"""Products of e4m3 rows with e4m3 weights on CUDA: few rows by own kernels, many by the vendor's library."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+from phalanx.ops import registry
+from phalanx.ops.linear import PreparedWeight
+from phalanx.ops.quantized import Fp8Linear
+from phalanx.ops.triton.fp8_kernels import IN_HALF as _IN_HALF
+from phalanx.ops.triton.fp8_kernels import fp8_row_kernel, fp8_rows_kernel, quantize_rows_kernel
+from phalanx.ops.triton.fp8_rows import left_beside
+from phalanx.ops.triton.linear import inner_step, power_below, supports
+from phalanx.ops.triton.support import dense_rows, early_launch, launches_early, multiprocessors
+
+IN_HALF = int(_IN_HALF.value)
+FEW_ROWS = 64
+"""Rows up to which own kernels read a weight faster than the library's scaled product."""
+FEW_ROWS_ODD = 128
+"""The same where the library takes no such shape."""
+WIDEST = 1 << 14
+"""The widest row that a program holds at once."""
+
+
+class RowTile(NamedTuple):
+    """How one row's kernel is cut: columns of y, K of a step, steps if the loop over them is written out, and how far
+    ahead weights are brought in before the wait where it is not."""
+
+    columns: int
+    inner: int
+    steps: int
+    prefetch: int
+
+
+class RowsTile(NamedTuple):
+    """How the kernel of some rows is cut; see ``fp8_rows_kernel``."""
+
+    rows: int
+    columns: int
+    inner: int
+    stages: int
+    swapped: bool
+    prefetch: int = 2048
+
+
+def row_tile(out_features: int, in_features: int, processors: int) -> RowTile:
+    """The sizes that read a weight [out_features, in_features] fast for one row: as measured on an H200."""
+    inner = inner_step(in_features, 2048)
+    steps = triton.cdiv(in_features, inner)
+    if steps > 4:
+        return RowTile(8 if steps <= IN_HALF else 4, inner, 0, min(2048, power_below(in_features)))
+    return RowTile(2 if out_features <= 8 * 2 * processors else 4, inner, steps, 0)
+
+
+def rows_tile(rows: int, out_features: int, in_features: int, processors: int) -> RowsTile:
+    """The sizes for some rows: as measured on an H200."""
+    # A line of the cache holds 128 weights: less is not worth a prefetch.
+    prefetch = min(2048, power_below(in_features)) if in_features >= 128 else 0
+    if rows <= 32:
+        return RowsTile(16 if rows <= 16 else 32, 64, inner_step(in_features, 512), 3, True, prefetch)
+    if out_features >= 2 * 64 * processors:
+        return RowsTile(64, 64, inner_step(in_features, 128), 6, True, prefetch)
+    if out_features < 40 * processors:
+        return RowsTile(64, 32, inner_step(in_features, 512), 4, False, prefetch)
+    return RowsTile(64, 64, inner_step(in_features, 256), 5, False, prefetch)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`phalanx.ops.quantized.quantize_fp8` of x [rows, k], rows dense, in one kernel."""
+    rows, k = x.shape
+    numbers = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        block = max(16, min(WIDEST, triton.next_power_of_2(k)))
+        warps = 16 if block > 4096 or rows <= 64 else 8
+        quantize_rows_kernel[(rows,)](
+            x, numbers, scales, k, x.stride(0), BLOCK=block, ONCE=k <= block, num_warps=warps, **early_launch(x.device)
+        )
+    return numbers, scales
+
+
+def one_row(
+    numbers: Tensor, x_scale: Tensor, weight: PreparedWeight, bias: Tensor | None, tile: RowTile | None = None
+) -> Tensor:
+    """numbers e4m3 [1, in] with their scale [1], times a weight in the layout fp8 -> [1, out] of its dtype."""
+    in_features, out_features = weight.in_features, weight.out_features
+    out = torch.empty((1, out_features), dtype=weight.dtype, device=numbers.device)
+    tile = tile or row_tile(out_features, in_features, multiprocessors(out.device))
+    fp8_row_kernel[(triton.cdiv(out_features, tile.columns),)](
+        numbers,
+        x_scale,
+        weight.data,
+        weight.aux["scale"],
+        out if bias is None else bias,
+        out,
+        out_features,
+        in_features,
+        weight.data.stride(0),
+        BIASED=bias is not None,
+        EVEN_K=in_features % tile.inner == 0,
+        STEPS=tile.steps,
+        ONCE=in_features <= IN_HALF * tile.inner,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.inner,
+        PREFETCH=tile.prefetch,
+        num_warps=4,
+        **early_launch(out.device),
+    )
+    return out
+
+
+def few_rows(
+    numbers: Tensor, x_scale: Tensor, weight: PreparedWeight, bias: Tensor | None, tile: RowsTile | None = None
+) -> Tensor:
+    """numbers e4m3 [rows, in] with their scales [rows], times an fp8 weight -> [rows, out] of the weight's dtype."""
+    rows, in_features, out_features = numbers.shape[0], weight.in_features, weight.out_features
+    out = torch.empty((rows, out_features), dtype=weight.dtype, device=numbers.device)
+    tile = tile or rows_tile(rows, out_features, in_features, multiprocessors(out.device))
+    fp8_rows_kernel[triton.cdiv(out_features, tile.columns), triton.cdiv(rows, tile.rows)](
+        numbers,
+        x_scale,
+        weight.data,
+        weight.aux["scale"],
+        out if bias is None else bias,
+        out,
+        rows,
+        out_features,
+        in_features,
+        numbers.stride(0),
+        weight.data.stride(0),
+        BIASED=bias is not None,
+        EVEN_K=in_features % tile.inner == 0,
+        SWAPPED=tile.swapped,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.inner,
+        PREFETCH=tile.prefetch,
+        num_warps=4,
+        num_stages=tile.stages,
+        **early_launch(out.device),
+    )
+    return out
+
+
+class TritonFp8(Fp8Linear):
+    """Activations are quantised in one kernel; then own kernels for few rows, `torch._scaled_mm` for many."""
+
+    def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        rows = dense_rows(x, weight)
+        if not rows.shape[0] or not weight.out_features or not weight.in_features:
+            return super().apply(x, weight, bias)
+        numbers, scale = left_beside(x) or quantize_rows(rows)
+        return self._product(numbers, scale, weight, bias).view(*x.shape[:-1], weight.out_features)
+
+    def _product(self, numbers: Tensor, scale: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        rows = numbers.shape[0]
+        aligned = weight.dtype == torch.bfloat16 and weight.in_features % 16 == 0 and weight.out_features % 16 == 0
+        if rows == 1:
+            return one_row(numbers, scale, weight, bias)
+        # Their tiles need the shared memory and the matrix units of a Hopper GPU.
+        own = FEW_ROWS if aligned else FEW_ROWS_ODD
+        if rows <= own and (not aligned or launches_early(numbers.device)):
+            return few_rows(numbers, scale, weight, bias)
+        if not aligned:
+            restored = (numbers.float() * scale[:, None]).to(weight.dtype)
+            return F.linear(restored, self.restore(weight), bias)
+        scales: dict[str, Any] = {"scale_a": scale[:, None], "scale_b": weight.aux["scale"][None, :]}
+        return torch._scaled_mm(numbers, weight.data.T, **scales, bias=bias, out_dtype=torch.bfloat16)
+
+
+registry.register("linear", "fp8_triton", TritonFp8(), supports=supports, priority=-10)
