@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -35,12 +36,23 @@ BLOCK = 16
 BUDGET = 115.0
 BEGAN = time.monotonic()
 DEVICE = torch.device("cuda")
-DECODES = [(1, 1024), (1, 32768), (8, 8192), (64, 1024), (64, 4096), (256, 1024)]
+DECODES: list[tuple[int, int | range]] = [
+    (1, 1024),
+    (1, 32768),
+    (8, 1024),
+    (8, 8192),
+    (32, range(200, 1501)),
+    (128, range(200, 1501)),
+    (256, range(200, 1501)),
+    (64, 1024),
+    (64, 4096),
+    (256, 1024),
+]
 DECODE_CANDIDATES = {
+    "64 4w 3s": Tile(0, 64, 4, 3),
+    "64 4w 2s": Tile(0, 64, 4, 2),
     "32 2w 4s": Tile(0, 32, 2, 4),
-    "32 2w 6s": Tile(0, 32, 2, 6),
-    "32 4w 6s": Tile(0, 32, 4, 6),
-    "64 4w 4s": Tile(0, 64, 4, 4),
+    "32 4w 4s": Tile(0, 32, 4, 4),
 }
 PREFILL_CANDIDATES = {
     "128x64 8w 3s": Tile(128, 64, 8, 3),
@@ -189,17 +201,21 @@ def as_call(arguments: dict[str, Any]) -> Call:
 def time_decodes(results: list[Result], quick: bool) -> None:
     for sequences, context in DECODES:
         time_decode(results, quick, 32, sequences, context)
-    for sequences, context in [] if quick else DECODES[3:]:
+    for sequences, context in [] if quick else DECODES[-3:]:
         time_decode(results, True, 16, sequences, context)
 
 
-def time_decode(results: list[Result], quick: bool, heads: int, sequences: int, context: int) -> None:
-    """One point: as served, in the invariant mode, with an fp8 cache, and with each candidate setting."""
-    size = sequences * context * 8 * 128 * 2 * 2
-    lengths = [1] * sequences, [context] * sequences
+def time_decode(results: list[Result], quick: bool, heads: int, sequences: int, context: int | range) -> None:
+    """One point: as served, in the invariant mode, with an fp8 cache, and with each candidate setting. A range: every
+    sequence has a context of its own in it."""
+    chance = random.Random(sequences)
+    contexts = [chance.choice(context) if isinstance(context, range) else context for _ in range(sequences)]
+    size = sum(contexts) * 8 * 128 * 2 * 2
+    lengths = [1] * sequences, contexts
     batches = batch(*lengths, heads, 8, min(64, max(2, -(-300_000_000 // size))))
     calls = [as_call(b) for b in batches]
-    point = {"decode": f"{sequences} x {context}", "heads": f"{heads}/8"}
+    named = f"{context[0]} to {context[-1]}" if isinstance(context, range) else str(context)
+    point = {"decode": f"{sequences} x {named}", "heads": f"{heads}/8"}
 
     def measure(runs: list[Callable[[], Any]], read: int = size) -> Result:
         us = microseconds(runs)
@@ -214,8 +230,8 @@ def time_decode(results: list[Result], quick: bool, heads: int, sequences: int, 
         narrow = batch(*lengths, heads, 8, len(batches), torch.float8_e4m3fn)
         runs = served(triton_attention.attention, narrow)
         variant(results, lambda: measure(runs, size // 2), **point, variant="fp8 cache")
-    most, fewest = triton_attention.decode_splits(calls[0], BOUND)
-    usual = next(iter(DECODE_CANDIDATES))
+    most, fewest, few = triton_attention.decode_splits(calls[0], BOUND)
+    usual = "64 4w 2s" if few else "64 4w 3s"
     tried = [(name, Splits(most, fewest)) for name in ([usual] if quick else DECODE_CANDIDATES)]
     tried += [(usual, Splits(most * 2, fewest)), (usual, Splits(most * 4, fewest))]
     tried += [(usual, Splits(max(1, most // 2), fewest)), (usual, Splits(most, fewest * 2))]

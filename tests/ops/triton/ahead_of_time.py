@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,12 @@ class Resources:
 
 
 def compile_for_hopper(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], num_warps: int = 4, num_stages: int = 3
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    unaligned: Collection[str] = (),
 ) -> Resources:
     """Compiles one variant of a kernel for sm_90.
 
@@ -29,6 +34,8 @@ def compile_for_hopper(
         kernel: a function under ``@triton.jit``, in a process without TRITON_INTERPRET.
         types: of each argument that is not a constant, as Triton spells them: "*bf16", "i32", "fp32".
         constants: values of the constexpr arguments.
+        unaligned: arguments that may be anything; all others are multiples of 16, as sizes and addresses of real models
+            are: only then are loads wide and run ahead.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -36,7 +43,13 @@ def compile_for_hopper(
 
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()})
+    aligned = [n for n in names if signature[n] not in ("constexpr", "fp32") and n not in unaligned]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(n),): v for n, v in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"

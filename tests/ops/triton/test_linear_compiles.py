@@ -9,18 +9,9 @@ import sys
 import pytest
 
 PROGRAM = """
-import triton.compiler
 from phalanx.ops.triton import fp8_kernels, fp8_linear, grouped, grouped_kernels, invariant, linear, linear_kernels
 from phalanx.ops.triton import activation, norm, quantized_kernels, quantized_linear
 from tests.ops.triton.ahead_of_time import compile_for_hopper
-
-# Sizes and addresses are multiples of 16, as they are for real models: only then are loads wide and run ahead.
-plain = triton.compiler.ASTSource
-def aligned(fn, signature, constexprs):
-    names = [n for n in fn.arg_names if signature[n] != "constexpr" and n not in ("m", "slots", "tiles")]
-    return plain(fn=fn, signature=signature, constexprs=constexprs,
-                 attrs={(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n in names})
-triton.compiler.ASTSource = aligned
 
 done = set()
 def compiled(kernel, types, warps, stages, **constants):
@@ -29,7 +20,7 @@ def compiled(kernel, types, warps, stages, **constants):
         return
     done.add(key)
     types = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    used = compile_for_hopper(kernel, types, constants, warps, stages)
+    used = compile_for_hopper(kernel, types, constants, warps, stages, ("m", "slots", "tiles"))
     print(kernel.fn.__name__, warps, stages, constants, used)
     if used.shared > 232448 or used.spilled > 64:
         raise SystemExit("more shared memory than a program can have, or registers spilled")
@@ -75,6 +66,7 @@ of_rows = of("bf16", "x", "residual", "weight", "bias", "out", "total", numbers=
 flags = dict(ADD=True, CENTRE=False, WEIGHT=True, BIAS=False, FP8=True, PDL=True)
 compiled(norm._norm_kernel, of_rows | {"eps": "fp32"}, 8, 3, WIDTH=4096, PADDED=4096, ROWS=1, **flags)
 compiled(activation._gated_fp8_kernel, of_rows, 16, 3, KIND="silu", BLOCK=16384, PDL=True)
+compiled(quantized_kernels.restore_int8_kernel, of("bf16", "out", w="i8", scale="fp32"), 4, 3, BLOCK_N=4, BLOCK_K=1024)
 compiled(quantized_kernels.restore_int4_kernel, of("bf16", "scale", "offset", "out", w="u8"), 4, 3,
          GROUP=128, BLOCK_N=32, NATIVE=True)
 

@@ -15,7 +15,7 @@ from phalanx.ops.triton.activation import gated_activation, gated_activation_fp8
 from phalanx.ops.triton.fp8_linear import RowTile, TritonFp8, few_rows, one_row, quantize_rows
 from phalanx.ops.triton.fp8_rows import Fp8Rows, leave, left_beside
 from phalanx.ops.triton.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
-from phalanx.ops.triton.quantized_linear import TritonInt4, TritonInt8, restore_int4
+from phalanx.ops.triton.quantized_linear import TritonInt4, TritonInt8, restore_int4, restore_int8
 from tests.ops.triton import attention_case  # noqa: F401  (completes the interpreter)
 
 BACKENDS = {
@@ -77,7 +77,7 @@ def test_few_rows_equal_the_plain_back_end(
     [
         (1, 9, 128, RowTile(4, 64, 2, 0)),
         (1, 9, 120, RowTile(4, 64, 2, 0)),
-        (1, 9, 576, RowTile(2, 64, 0, 64)),  # more steps than are summed in fp16
+        (1, 9, 576, RowTile(2, 64, 0, 128)),  # more steps than are summed in fp16
         (1, 5, 500, RowTile(8, 64, 0, 0)),
         (2, 70, 200, None),
         (20, 70, 512, None),
@@ -148,14 +148,16 @@ def test_rows_are_quantised_as_in_plain_pytorch(width: int, kernel_device: torch
     assert error(numbers.float() * scale[:, None], wanted.float() * wanted_scale[:, None]) < bound
 
 
-def test_a_weight_of_four_bits_is_restored(kernel_device: torch.device) -> None:
+def test_weights_are_restored(kernel_device: torch.device) -> None:
     prepared = Int4Linear().prepare(drawn(37, 320).to(kernel_device))
     assert error(restore_int4(prepared), Int4Linear().restore(prepared)) < 5e-3
+    prepared = Int8Linear().prepare(drawn(37, 1100).to(kernel_device))
+    assert error(restore_int8(prepared), Int8Linear().restore(prepared)) < 5e-3
 
 
 @pytest.mark.usefixtures("exact_rounding")
 def test_many_rows_and_none(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_linear, "WEIGHT_ONLY_ROWS", 2)
+    monkeypatch.setattr(quantized_linear, "WEIGHT_ONLY_ROWS", {"int8": 2, "int4": 2})
     monkeypatch.setattr(fp8_linear, "FEW_ROWS_ODD", 2)
     for layout, (kernel, plain) in BACKENDS.items():
         # Not a multiple of 16, so that fp8 takes the way without the library's scaled product.

@@ -28,16 +28,23 @@ class Tile(NamedTuple):
 
 # By element size of q, then by the largest head size (a power of two): the first entry that is large enough.
 DECODE_TILES = {
-    2: {128: Tile(0, 32, 2, 4), 256: Tile(0, 32, 4, 3)},
+    2: {128: Tile(0, 64, 4, 3), 256: Tile(0, 32, 4, 3)},
+    4: {256: Tile(0, 16, 4, 2)},
+}
+# The same where a batch is too small to fill the device, so that its contexts are split finely.
+FEW_DECODE_TILES = {
+    2: {128: Tile(0, 64, 4, 2), 256: Tile(0, 32, 4, 3)},
     4: {256: Tile(0, 16, 4, 2)},
 }
 PREFILL_TILES = {
     2: {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 5), 256: Tile(128, 64, 8, 2)},
     4: {256: Tile(16, 32, 8, 2)},
 }
-# Programs of a decode for each multiprocessor, and the fewest keys of a split while the batch alone fills the device.
+# Programs of a decode for each multiprocessor; up to how many splits a batch fills the device well enough by itself;
+# the fewest keys of a split where it does not, and where it does. As measured on an H200.
 DECODE_WAVES = 16
-MIN_SPLIT_KEYS, MIN_SPLIT_KEYS_FULL = 64, 512
+FEW_SPLITS = 4
+MIN_SPLIT_KEYS, MIN_SPLIT_KEYS_FULL = 128, 1024
 MAX_SPLITS = 64
 # A sequence of one token that walks no more keys than this is not worth kernels of its own in a mixed batch.
 SHORT_CONTEXT = 512
@@ -156,24 +163,27 @@ class Call:
 
 
 class Splits(NamedTuple):
-    """How decodes share contexts out: at most `most` splits of at least `min_keys` keys."""
+    """How decodes share contexts out: at most `most` splits of at least `min_keys` keys; `few` sequences, or enough of
+    them to fill the device."""
 
     most: int
     min_keys: int
+    few: bool = False
 
 
 def decode_splits(call: Call, max_seq_len: int) -> Splits:
     """By shapes alone; the kernel shares out what the context really has."""
     programs = call.seq_lens.shape[0] * call.kv_heads * triton.cdiv(call.group, 64)
     wanted = DECODE_WAVES * multiprocessors(call.q.device) / programs
-    min_keys = MIN_SPLIT_KEYS if wanted >= 4 else MIN_SPLIT_KEYS_FULL
     count = 2 ** max(0, round(math.log2(wanted)))
-    return Splits(max(1, min(count, MAX_SPLITS, triton.cdiv(max_seq_len, min_keys))), min_keys)
+    few = count > FEW_SPLITS
+    min_keys = MIN_SPLIT_KEYS if few else MIN_SPLIT_KEYS_FULL
+    return Splits(max(1, min(count, MAX_SPLITS, max_seq_len // min_keys)), min_keys, few)
 
 
 def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | None = None) -> None:
     """Sequences of one new token; `clear`: rows of out that are cleared where they are padding."""
-    tile = tile or call.tile(DECODE_TILES)
+    tile = tile or call.tile(FEW_DECODE_TILES if splits.few else DECODE_TILES)
     rows = max(16, min(64, triton.next_power_of_2(call.group)))
     sequences, out = call.seq_lens.shape[0], call.out
     count, min_blocks = splits.most, triton.cdiv(splits.min_keys, tile.keys)

@@ -167,6 +167,18 @@ def int4_rows_kernel(
 
 
 @triton.jit
+def restore_int8_kernel(w, scale, out, n, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """What whole numbers of a byte stand for: w [n, k] -> out [n, k]; grid (cdiv(k, BLOCK_K), cdiv(n, BLOCK_N))."""
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = (rows < n)[:, None] & (columns < k)[None, :]
+    place = rows.to(tl.int64)[:, None] * k + columns[None, :]
+    factor = tl.load(scale + rows, mask=rows < n, other=0.0)
+    value = tl.load(w + place, mask=inside, other=0).to(tl.float32) * factor[:, None]
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def restore_int4_kernel(w, scale, offset, out, n, k, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE: tl.constexpr):
     """What four-bit weights stand for: w [n, k / 2] -> out [n, k]; grid (k / GROUP / 2, cdiv(n, BLOCK_N))."""
     step = tl.program_id(0)
