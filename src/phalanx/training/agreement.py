@@ -75,7 +75,15 @@ class Agreement:
                 f"{self._unlike_first(theirs[:, 1])} against rank {self._ranks()[0]}, and the model draws for dropout: "
                 "give all ranks of a TP group one seed, or turn dropout off"
             )
-        marks = {path: _fingerprint(t, self._mesh.device) for path, _, t in found if t is not None}
+
+    def after_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Starts to compare what lies in the tensors: behind the forward, so that the device does not wait for it.
+
+        Raises RuntimeError, on every rank of the group, where it differs and no update will look at it.
+        """
+        if self._mesh.tp.size == 1:
+            return
+        marks = {path: _fingerprint(t, self._mesh.device) for path, _, t in _walk(args, kwargs) if t is not None}
         if not marks:
             return
         self._open.append(self._compare(marks))

@@ -114,7 +114,9 @@ class TrainingEngine(Exports):
         self._agreement.before_forward(args, kwargs)
         check_not_empty(args, kwargs)
         with fastest_attention(self.device):
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        self._agreement.after_forward(args, kwargs)
+        return output
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradients of `loss` (one number) to those of this step; returns `loss`.
