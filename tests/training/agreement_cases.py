@@ -107,9 +107,9 @@ def case_nested_inputs_and_fingerprints() -> None:
         (torch.zeros(2, dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.bfloat16)),
     ]
     for good, bad in pairs:
-        agreement.before_forward((), {"batch": {"parts": [good, good]}})
+        agreement.after_forward((), {"batch": {"parts": [good, good]}})
         agreement.before_update()
-        agreement.before_forward((), {"batch": {"parts": [good, bad if mesh.tp.rank == 1 else good]}})
+        agreement.after_forward((), {"batch": {"parts": [good, bad if mesh.tp.rank == 1 else good]}})
         with pytest.raises(RuntimeError, match=r"batch\['parts'\]\[1\] on ranks"):
             agreement.before_update()
     agreement.close()

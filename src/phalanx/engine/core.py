@@ -9,7 +9,7 @@ step before is read, while its own forward runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,20 +51,13 @@ class EngineCore:
     Args:
         engine: made with ``scheduled=True``.
         asynchronous: which loop.
-        on_token: told (request, token) of each token in order; answers the stop reason that it completes, or None.
     """
 
-    def __init__(
-        self,
-        engine: InferenceEngine,
-        asynchronous: bool,
-        on_token: Callable[[Request, int], str | None] = lambda request, token: None,
-    ) -> None:
+    def __init__(self, engine: InferenceEngine, asynchronous: bool) -> None:
         self.engine = engine
         self.kv = engine.kv
         self.scheduler = Scheduler(engine.kv, engine.max_num_seqs, engine.token_budget)
         self._repetition = Repetition(self.scheduler, engine.kv)
-        self.on_token = on_token
         self.asynchronous = asynchronous
         self._flight: Flight | None = None
         self._step_id = 0
@@ -215,14 +208,7 @@ class EngineCore:
         self._keep_states(flight, sampled)
         self.kv.step_completed(flight.step.step_id)
         if flight.step.further is not None:
-            for request, token in zip(flight.requests, sampled.tokens.tolist(), strict=True):
-                if request.status is not Status.FINISHED:
-                    # Every token read so far has its KV: the last one got it in this step.
-                    self.kv.commit(request, len(request.tokens))
-                    request.pending -= 1
-                    self._take(request, token)
-                    touched.append(request)
-            return touched
+            return self._read_repeated(flight.requests, sampled.tokens.tolist())
         drawn = dict(zip(sampled.owner, sampled.tokens.tolist(), strict=True))
         for index, (request, row) in enumerate(zip(flight.requests, flight.step.rows, strict=True)):
             # Ended meanwhile: what the step computed for it is discarded.
@@ -237,6 +223,31 @@ class EngineCore:
             elif request.max_tokens == 0 and end == request.prompt_len:
                 self._finish(request, self._end_of_prompt(request))
                 touched.append(request)
+        return touched
+
+    def _read_repeated(self, requests: list[Request], drawn: list[int]) -> list[Request]:
+        """Each request adds a token. Most of them do no more than that, which is written out: it is the host's work
+        of a busy engine."""
+        kv, touched = self.kv, []
+        for request, token in zip(requests, drawn, strict=True):
+            if request.status is Status.FINISHED:
+                continue
+            touched.append(request)
+            tokens = request.tokens
+            # Every token read so far has its KV: the last one got it in this step.
+            count = len(tokens)
+            if kv.windowed or not count % kv.block_size:
+                kv.commit(request, count)
+            else:
+                request.num_committed = count
+            request.pending -= 1
+            if token < 0 or token in request.stop_ids or request.text is not None or request.guide is not None:
+                self._take(request, token)
+                continue
+            tokens.append(token)
+            self.generated_tokens += 1
+            if count + 1 - request.prompt_len >= request.max_tokens:
+                self._finish(request, "length")
         return touched
 
     @staticmethod
@@ -273,7 +284,7 @@ class EngineCore:
         self.generated_tokens += 1
         ends = token in request.stop_ids and request.num_generated > request.params.min_tokens
         # An end token's own text belongs to the answer only where the request says so.
-        stop_text = self.on_token(request, token) if not ends or request.params.include_stop else None
+        stop_text = request.push_text(token) if not ends or request.params.include_stop else None
         if request.guide is not None and not ends:
             request.guide.advance(token)
         if ends:

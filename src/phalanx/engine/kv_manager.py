@@ -31,7 +31,7 @@ class KVManager:
         self.model = model
         self.block_size = model.engine_config.block_size
         self.windows = [group.spec.window for group in model.kv_groups]
-        self._windowed = any(window is not None for window in self.windows)
+        self.windowed = any(window is not None for window in self.windows)
         self.cache = PrefixCache() if prefix_cache else None
         self.pool = BlockPool(num_blocks, self.cache.remove if self.cache is not None else None)
         self.regime = regime
@@ -118,7 +118,7 @@ class KVManager:
         before = sequence.num_committed // self.block_size
         sequence.num_committed = max(sequence.num_committed, num_tokens)
         full = sequence.num_committed // self.block_size
-        if full == before and not self._windowed:
+        if full == before and not self.windowed:
             return
         for group, window in enumerate(self.windows):
             if self.cache is not None:

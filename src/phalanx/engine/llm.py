@@ -25,7 +25,6 @@ from phalanx.engine.prompts import Prompt, as_prompts
 from phalanx.engine.request_group import RequestGroup
 from phalanx.engine.requests import RequestMaker
 from phalanx.engine.sampling_params import SamplingParams, sampling_params
-from phalanx.engine.sequence import Request
 from phalanx.engine.statistics import EngineStatistics
 from phalanx.engine.step import Fail, Return
 from phalanx.engine.weight_update import WeightUpdate
@@ -69,7 +68,7 @@ class LLM:
         self.tokenizer = opened.tokenizer()
         self.name = opened.name
         asynchronous = settings.loop == "async" or (settings.loop == "auto" and self.engine.model.device.type != "cpu")
-        self.core = EngineCore(self.engine, asynchronous, Request.push_text)
+        self.core = EngineCore(self.engine, asynchronous)
         self._maker = RequestMaker(self.engine, self.tokenizer, opened.eos_token_ids(), settings)
         self._groups: dict[str, RequestGroup] = {}
         self._update: WeightUpdate | None = None
@@ -223,11 +222,12 @@ class LLM:
         """Runs the engine once; returns the groups that got tokens or ended. Finished ones are forgotten."""
         self.engine.check_open()
         touched = self.core.step()
-        names = dict.fromkeys(request.request_id for request in touched)
-        groups = [self._groups[name] for name in names if name in self._groups]
-        for group in groups:
-            if group.finished:
-                del self._groups[group.request_id]
+        known = self._groups
+        groups = [known[name] for name in dict.fromkeys([request.request_id for request in touched]) if name in known]
+        for request in touched:
+            group = known.get(request.request_id) if request.is_finished else None
+            if group is not None and group.finished:
+                del known[request.request_id]
         return groups
 
     def abort(self, request_id: str) -> None:
