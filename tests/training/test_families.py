@@ -18,13 +18,14 @@ def check(module: str, world: int, folder: Path, timeout: float) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_pairs_of_factors(world: int, tmp_path: Path) -> None:
+def test_some_pairs_of_factors(world: int, tmp_path: Path) -> None:
     check("family_cases", world, tmp_path, 900)
 
 
 @pytest.mark.slow
-def test_every_pair_of_factors_on_four_ranks(tmp_path: Path) -> None:
-    check("pair_cases", 4, tmp_path, 1800)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_pair_of_factors(world: int, tmp_path: Path) -> None:
+    check("pair_cases", world, tmp_path, 1800)
 
 
 @pytest.mark.slow
