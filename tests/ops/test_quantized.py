@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from phalanx.ops.linear import PreparedWeight, embedding_lookup, linear, prepare_linear, restore_weight
-from phalanx.ops.quantized import LAYOUTS, int4_group, pack_int4, quantize_fp8, quantize_int4, unpack_int4
+from phalanx.ops.quantized import (
+    LAYOUTS,
+    int4_group,
+    pack_int4,
+    quantize_fp8,
+    quantize_fp8_weight,
+    quantize_int4,
+    unpack_int4,
+)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -64,6 +72,17 @@ def test_int4_takes_the_range_with_the_least_error() -> None:
     plain = (((weight.unflatten(1, (4, 32)) - low) / step).round() * step + low).flatten(1)
     assert error(found, weight) < error(plain, weight)
     assert torch.equal(unpack_int4(pack_int4(numbers)), numbers)
+
+
+def test_fp8_takes_the_scale_with_the_least_error() -> None:
+    weight = torch.randn(40, 576, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+
+    def wrong(numbers: Tensor, scale: Tensor) -> Tensor:
+        return (numbers.float() * scale[:, None] - weight).square().sum(1)
+
+    plain, searched = wrong(*quantize_fp8(weight)), wrong(*quantize_fp8_weight(weight))
+    assert (searched <= plain).all() and searched.sum() < 0.97 * plain.sum()
 
 
 def test_four_bit_weights_are_kept_exactly() -> None:

@@ -22,6 +22,8 @@ from phalanx.ops.linear import PreparedWeight
 
 LAYOUTS = ("fp8", "int8", "int4")
 FP8_MAX = 448.0
+# What the largest number of a weight's row may become; below half of that the same numbers come again.
+FP8_TOPS = tuple(FP8_MAX * 2 ** (-step / 8) for step in range(8))
 GROUPS = (128, 64, 32)
 # Weights with fewer inputs than this have the smallest groups.
 WIDE = 2304
@@ -37,6 +39,22 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = _largest(wide) / FP8_MAX
     scale = torch.where(scale > 0, scale, 1.0)
     return (wide / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_fp8` of a weight `[out, in]` whose scales are, of several within a factor of two, those with the least
+    squared error: the largest numbers carry most of it, and the scale decides how near they are to numbers of e4m3."""
+    wide = weight.float()
+    largest = _largest(wide)
+    best = torch.full_like(largest, torch.inf)
+    scale = torch.ones_like(largest)
+    for top in FP8_TOPS:
+        tried = torch.where(largest > 0, largest / top, 1.0)
+        numbers = (wide / tried[:, None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+        wrong = numbers.mul_(tried[:, None]).sub_(wide).square_().sum(-1)
+        scale = torch.where(wrong < best, tried, scale)
+        best = torch.minimum(best, wrong)
+    return (wide / scale[:, None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +149,7 @@ class Fp8Linear(QuantizedLinear):
     layout = "fp8"
 
     def prepare(self, weight: Tensor) -> PreparedWeight:
-        parts = [quantize_fp8(part) for part in _parts(weight)]
+        parts = [quantize_fp8_weight(part) for part in _parts(weight)]
         data, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return PreparedWeight(data, "fp8", weight.shape[0], weight.shape[1], weight.dtype, {"scale": scale})
 
