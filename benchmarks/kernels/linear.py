@@ -32,9 +32,9 @@ from phalanx.ops.triton.fp8_linear import few_rows as fp8_rows
 from phalanx.ops.triton.grouped import GroupedExperts
 from phalanx.ops.triton.invariant import partial as partial_sum
 from phalanx.ops.triton.invariant import tree_sum
-from phalanx.ops.triton.linear import Tile, one_row, tile_for
+from phalanx.ops.triton.linear import RowTile, one_row, tile_for
+from phalanx.ops.triton.quantized_linear import Tile
 from phalanx.ops.triton.quantized_linear import few_rows as quantized_rows
-from phalanx.ops.triton.support import multiprocessors
 
 SHAPES = {
     "8b qkv": (6144, 4096),
@@ -54,11 +54,11 @@ SHAPES = {
 }
 QUICK = ("8b qkv", "8b o", "8b gate_up", "8b down", "0.6b o")
 ONE_ROW = (
-    Tile(2, 2048, 4, 1),
-    Tile(2, 2048, 4, 1, 2048),
-    Tile(4, 1024, 4, 1, 2048),
-    Tile(4, 2048, 8, 1, 2048),
-    Tile(4, 1024, 4, 4, 1024),
+    RowTile(2, 2048, 8, 2),
+    RowTile(2, 2048, 4, 2),
+    RowTile(4, 2048, 4, 2),
+    RowTile(2, 2048, 4, 0),
+    RowTile(1, 2048, 2, 0),
 )
 QUANTIZED = (Tile(16, 256, 4, 5, 2048), Tile(32, 256, 4, 5, 2048), Tile(64, 256, 4, 4, 2048), Tile(64, 128, 4, 5, 1024))
 FP8_ROWS = (
@@ -162,8 +162,10 @@ def time_linear(names: Sequence[str], counts: Sequence[int]) -> list[Row]:
             attempt(found, "cublas", row, partial(walk, partial(F.linear, x), weights, size))
             if rows > 1:
                 continue
-            rule = tile_for(out_features, in_features, multiprocessors(x.device))
-            for tile in dict.fromkeys((rule, *ONE_ROW)):
+            rule = tile_for(in_features)
+            # A loop that is written out has as many steps as the weight needs.
+            others = [tile for tile in ONE_ROW if tile.steps in (0, -(-in_features // tile.inner))]
+            for tile in dict.fromkeys((rule, *others)):
                 label = f"{'rule ' if tile == rule else ''}{'/'.join(map(str, tile))}"
                 attempt(found, label, row, partial(walk, partial(one_row, x, bias=None, tile=tile), weights, size))
         del weights

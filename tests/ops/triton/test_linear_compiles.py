@@ -35,15 +35,14 @@ for n, k in SHAPES:
     common = dict(BIASED=False, PDL=True)
     for rows in (1, 8, 32, 64):
         if rows == 1:
-            tile = linear.tile_for(n, k, 132)
+            tile = linear.tile_for(k)
             constants = common | dict(EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
-            constants |= dict(SCALED=False, PREFETCH=tile.prefetch, STEP=64)
-            one = linear_kernels.one_row_kernel
-            compiled(one, bf16 | of("fp32", "scale"), tile.warps, 3, STAGES=tile.stages, **constants)
+            constants |= dict(SCALED=False, STEPS=tile.steps)
+            compiled(linear_kernels.one_row_kernel, bf16 | of("fp32", "scale"), tile.warps, 3, **constants)
             tile = fp8_linear.row_tile(n, k, 132)
             constants = common | dict(EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
             constants |= dict(STEPS=tile.steps, ONCE=k <= 8 * tile.inner, PREFETCH=tile.prefetch)
-            compiled(fp8_kernels.fp8_row_kernel, fp8, 4, 3, **constants)
+            compiled(fp8_kernels.fp8_row_kernel, fp8, tile.warps, 3, **constants)
         else:
             tile = fp8_linear.rows_tile(rows, n, k, 132)
             constants = common | dict(EVEN_K=True, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner)

@@ -35,6 +35,7 @@ class RowTile(NamedTuple):
     inner: int
     steps: int
     prefetch: int
+    warps: int = 4
 
 
 class RowsTile(NamedTuple):
@@ -108,7 +109,7 @@ def one_row(
         BLOCK_N=tile.columns,
         BLOCK_K=tile.inner,
         PREFETCH=tile.prefetch,
-        num_warps=4,
+        num_warps=tile.warps,
         **early_launch(out.device),
     )
     return out

@@ -13,24 +13,23 @@ from torch.nn import functional as F
 from phalanx.ops import registry
 from phalanx.ops.linear import PlainLinear, PreparedWeight
 from phalanx.ops.triton.linear_kernels import one_row_kernel
-from phalanx.ops.triton.support import early_launch, multiprocessors
+from phalanx.ops.triton.support import early_launch
 
 
-class Tile(NamedTuple):
-    """How the kernel is cut: output columns and K of a step, and how far ahead weights are brought in before the
-    wait."""
+class RowTile(NamedTuple):
+    """How the kernel is cut: output columns and K of a step, and the steps if the loop over them is written out."""
 
     columns: int
     inner: int
     warps: int
-    stages: int
-    prefetch: int = 0
+    steps: int
 
 
-def tile_for(out_features: int, in_features: int, processors: int) -> Tile:
-    """The sizes that read a weight [out_features, in_features] fast: as measured on an H200."""
-    columns = 2 if out_features <= 8 * 2 * processors or in_features > 4096 else 4
-    return Tile(columns, inner_step(in_features, 2048), 4, 1, min(2048, power_below(in_features)))
+def tile_for(in_features: int) -> RowTile:
+    """The sizes that read a weight [.., in_features] fast: as measured on an H200."""
+    inner = inner_step(in_features, 2048)
+    steps = triton.cdiv(in_features, inner)
+    return RowTile(2, inner, 8 if inner == 2048 and steps <= 4 else 4, steps if steps <= 8 else 0)
 
 
 def inner_step(in_features: int, largest: int) -> int:
@@ -60,7 +59,7 @@ def one_row(
     weight: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
+    tile: RowTile | None = None,
     *,
     scale: Tensor | None = None,
 ) -> Tensor:
@@ -82,7 +81,7 @@ def one_row(
         raise ValueError(f"linear: the weight takes [..., {in_features}]; x is {tuple(x.shape)}")
     row = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty((*x.shape[:-1], out_features), dtype=dtype or x.dtype, device=x.device)
-    tile = tile or tile_for(out_features, in_features, multiprocessors(x.device))
+    tile = tile or tile_for(in_features)
     one_row_kernel[(triton.cdiv(out_features, tile.columns),)](
         row,
         weight,
@@ -97,9 +96,7 @@ def one_row(
         EVEN_K=in_features % tile.inner == 0,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.inner,
-        STAGES=tile.stages,
-        PREFETCH=tile.prefetch,
-        STEP=64,
+        STEPS=tile.steps,
         num_warps=tile.warps,
         **early_launch(x.device),
     )

@@ -1,8 +1,7 @@
 """The Triton kernel of `y = x W^T + b` for one row x, where reading W is all the work.
 
 W is `[out, in]` as a checkpoint has it. Every program makes a few columns of y and walks the whole of K, so that no
-sums are put together afterwards. Before a program waits for the kernel ahead of it, it has its first
-weights brought into L2: they do not depend on what runs before.
+sums are put together afterwards.
 """
 
 from __future__ import annotations
@@ -29,36 +28,51 @@ def prefetch(rows, k, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.con
 @triton.jit
 def one_row_kernel(
     x, w, scale, bias, y, n, k, w_stride,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    PREFETCH: tl.constexpr, STEP: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [k] -> y [n] by fp32 multiply-adds; grid (cdiv(n, BLOCK_N),).
 
-    SCALED: w holds int8 numbers, scale [n] what they are multiplied by.
+    SCALED: w holds int8 numbers, scale [n] what they are multiplied by. STEPS: cdiv(k, BLOCK_K) where that is small,
+    and the loop is written out; else 0.
     """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < n
     rows = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
+    inner = tl.arange(0, BLOCK_K)
+    # The first weights do not depend on what runs before, so they are read before the kernel ahead has ended.
+    part = row_part(rows, inner, k, EVEN_K)
     if PDL:
         gdc_launch_dependents()
-        if PREFETCH > 0:
-            prefetch(rows, k, BLOCK_N, PREFETCH, STEP)
         gdc_wait()
-    inner = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
-        at = start + inner
-        if EVEN_K:
-            part = tl.load(rows[:, None] + at[None, :], eviction_policy="evict_first")
-            row = tl.load(x + at).to(tl.float32)[None, :]
-        else:
-            part = tl.load(rows[:, None] + at[None, :], mask=(at < k)[None, :], other=0.0)
-            row = tl.load(x + at, mask=at < k, other=0.0).to(tl.float32)[None, :]
-        acc += part.to(tl.float32) * row
+    acc = part.to(tl.float32) * x_part(x, inner, k, EVEN_K)[None, :]
+    if STEPS > 0:
+        for step in tl.static_range(1, STEPS):
+            at = step * BLOCK_K + inner
+            acc += row_part(rows, at, k, EVEN_K).to(tl.float32) * x_part(x, at, k, EVEN_K)[None, :]
+    else:
+        for start in tl.range(BLOCK_K, k, BLOCK_K):
+            at = start + inner
+            acc += row_part(rows, at, k, EVEN_K).to(tl.float32) * x_part(x, at, k, EVEN_K)[None, :]
     total = tl.sum(acc, 1)
     if SCALED:
         total *= tl.load(scale + columns, mask=inside, other=0.0)
     if BIASED:
         total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + columns, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_part(rows, at, k, EVEN_K: tl.constexpr):
+    """The elements `at` [K] of each of `rows` [N] -> [N, K]."""
+    if EVEN_K:
+        return tl.load(rows[:, None] + at[None, :], eviction_policy="evict_first")
+    return tl.load(rows[:, None] + at[None, :], mask=(at < k)[None, :], other=0.0)
+
+
+@triton.jit
+def x_part(x, at, k, EVEN_K: tl.constexpr):
+    """float32 [K]."""
+    if EVEN_K:
+        return tl.load(x + at).to(tl.float32)
+    return tl.load(x + at, mask=at < k, other=0.0).to(tl.float32)

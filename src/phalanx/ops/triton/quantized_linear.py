@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.ops import registry
 from phalanx.ops.linear import PreparedWeight
 from phalanx.ops.quantized import Int4Linear, Int8Linear
-from phalanx.ops.triton.linear import Tile, inner_step, one_row, power_below, supports
+from phalanx.ops.triton.linear import inner_step, one_row, power_below, supports
 from phalanx.ops.triton.quantized_kernels import (
     int4_rows_kernel,
     int8_rows_kernel,
@@ -23,6 +23,17 @@ from phalanx.ops.triton.support import dense_rows, early_launch, launches_early,
 WEIGHT_ONLY_ROWS = {"int8": 64, "int4": 16}
 """Rows up to which weights are widened in registers; above, once, before the library's product. On an H200 that is as
 fast as far as this."""
+
+
+class Tile(NamedTuple):
+    """How the kernels are cut: output columns and K of a step, and how far ahead weights are brought in before the
+    wait."""
+
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+    prefetch: int = 0
 
 
 def tile_for(rows: int, out_features: int, in_features: int, processors: int) -> Tile:
