@@ -150,6 +150,9 @@ class WeightUpdate:
         arrived = Arrived(plan.infos, plan.reads)
         for old, name, fresh in self._fed(arrived, self._brought(weights, arrived, plan, group)):
             put(old, name, fresh, in_place=self.model.device.type != "cpu")
+        if self.model.device.type == "cuda":
+            # A product reads its first weights before the kernels ahead of it have ended.
+            torch.cuda.synchronize(self.model.device)
 
     def _alike(self, group: Group) -> Alike:
         return Alike({"that give the weights": group, "of the engine": self._served}, self.model.device)
