@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.ops.triton.linear_kernels import prefetch
+from phalanx.ops.triton.linear_kernels import prefetch, row_part, x_part
 
 VARYING = ("m",)
 # Products that are summed in fp16 before they go to a sum in fp32.
@@ -72,6 +72,14 @@ def multiply_add(w, x, acc, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def small_part(x, at, k, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """fp16 [BLOCK_N, BLOCK_K]: 1/512 of the elements `at` of the row x, for each output. All e4m3 numbers are fp16
+    numbers, and so are these parts of them; products stay below fp16's largest."""
+    row = x_part(x, at, k, EVEN_K).to(tl.float16) * 0.001953125
+    return tl.broadcast_to(row[None, :], (BLOCK_N, BLOCK_K))
+
+
+@triton.jit
 def few_products(
     x, rows, ahead, first, last, k,
     STEPS: tl.constexpr, AHEAD: tl.constexpr, EVEN_K: tl.constexpr,
@@ -86,28 +94,15 @@ def few_products(
     if STEPS > 0:
         for step in tl.static_range(STEPS):
             at = first + step * BLOCK_K + inner
-            if EVEN_K:
-                part = tl.load(rows[:, None] + at[None, :], eviction_policy="evict_first")
-                row = tl.load(x + at)
-            else:
-                part = tl.load(rows[:, None] + at[None, :], mask=(at < k)[None, :], other=0.0)
-                row = tl.load(x + at, mask=at < k, other=0.0)
+            part = row_part(rows, at, k, EVEN_K)
             if AHEAD and step == 0:
                 part = ahead
-            # All e4m3 numbers are fp16 numbers, and so are these parts of them; products stay below fp16's largest.
-            row = tl.broadcast_to((row.to(tl.float16) * 0.001953125)[None, :], (BLOCK_N, BLOCK_K))
-            half = multiply_add(part, row, half, NATIVE)
+            half = multiply_add(part, small_part(x, at, k, EVEN_K, BLOCK_N, BLOCK_K), half, NATIVE)
     else:
         for start in tl.range(first, last, BLOCK_K):
             at = start + inner
-            if EVEN_K:
-                part = tl.load(rows[:, None] + at[None, :], eviction_policy="evict_first")
-                row = tl.load(x + at)
-            else:
-                part = tl.load(rows[:, None] + at[None, :], mask=(at < k)[None, :], other=0.0)
-                row = tl.load(x + at, mask=at < k, other=0.0)
-            row = tl.broadcast_to((row.to(tl.float16) * 0.001953125)[None, :], (BLOCK_N, BLOCK_K))
-            half = multiply_add(part, row, half, NATIVE)
+            part = row_part(rows, at, k, EVEN_K)
+            half = multiply_add(part, small_part(x, at, k, EVEN_K, BLOCK_N, BLOCK_K), half, NATIVE)
     return half.to(tl.float32)
 
 
@@ -129,10 +124,7 @@ def fp8_row_kernel(
     rows = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
     inner = tl.arange(0, BLOCK_K)
     if STEPS > 0:
-        if EVEN_K:
-            ahead = tl.load(rows[:, None] + inner[None, :], eviction_policy="evict_first")
-        else:
-            ahead = tl.load(rows[:, None] + inner[None, :], mask=(inner < k)[None, :], other=0.0)
+        ahead = row_part(rows, inner, k, EVEN_K)
     elif PDL and PREFETCH > 0:
         prefetch(rows, k, BLOCK_N, PREFETCH, 128)
     if PDL:

@@ -45,15 +45,15 @@ def one_row_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    acc = part.to(tl.float32) * x_part(x, inner, k, EVEN_K)[None, :]
+    acc = part.to(tl.float32) * x_part(x, inner, k, EVEN_K).to(tl.float32)[None, :]
     if STEPS > 0:
         for step in tl.static_range(1, STEPS):
             at = step * BLOCK_K + inner
-            acc += row_part(rows, at, k, EVEN_K).to(tl.float32) * x_part(x, at, k, EVEN_K)[None, :]
+            acc += row_part(rows, at, k, EVEN_K).to(tl.float32) * x_part(x, at, k, EVEN_K).to(tl.float32)[None, :]
     else:
         for start in tl.range(BLOCK_K, k, BLOCK_K):
             at = start + inner
-            acc += row_part(rows, at, k, EVEN_K).to(tl.float32) * x_part(x, at, k, EVEN_K)[None, :]
+            acc += row_part(rows, at, k, EVEN_K).to(tl.float32) * x_part(x, at, k, EVEN_K).to(tl.float32)[None, :]
     total = tl.sum(acc, 1)
     if SCALED:
         total *= tl.load(scale + columns, mask=inside, other=0.0)
@@ -72,7 +72,7 @@ def row_part(rows, at, k, EVEN_K: tl.constexpr):
 
 @triton.jit
 def x_part(x, at, k, EVEN_K: tl.constexpr):
-    """float32 [K]."""
+    """The elements `at` [K] of the row x."""
     if EVEN_K:
-        return tl.load(x + at).to(tl.float32)
-    return tl.load(x + at, mask=at < k, other=0.0).to(tl.float32)
+        return tl.load(x + at)
+    return tl.load(x + at, mask=at < k, other=0.0)
