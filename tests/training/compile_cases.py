@@ -13,7 +13,7 @@ import phalanx
 LAYERS = 10
 
 
-def losses(compile_options: dict[str, Any] | None, layers: int = LAYERS) -> list[float]:
+def losses(compile_options: dict[str, Any] | None, layers: int = LAYERS, **rules: Any) -> list[float]:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -25,7 +25,7 @@ def losses(compile_options: dict[str, Any] | None, layers: int = LAYERS) -> list
         use_cache=False,
     )
     model = LlamaForCausalLM._from_config(config, dtype=torch.float32).train()
-    settings = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}}
+    settings = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2, **rules}}
     engine, *_ = phalanx.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=settings
     )
@@ -63,3 +63,13 @@ def case_the_whole_forward() -> None:
     torch._dynamo.reset()
     found = losses({"backend": "aot_eager", "whole": True}, layers=1)
     torch.testing.assert_close(found, losses(None, layers=1), rtol=1e-5, atol=1e-6)
+
+
+def case_a_compiled_region_sums_the_gradients_of_its_input() -> None:
+    """What overlaps in an eager backward pass is left to the compiler, and is computed all the same."""
+    expected = losses(None, layers=2)
+    for sequence_parallel in (False, True):
+        torch._dynamo.reset()
+        rules = {"tp_overlap_comm": True, "sequence_parallel": sequence_parallel}
+        found = losses({"backend": "aot_eager"}, layers=2, **rules)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from phalanx.distributed.mesh import Mesh
@@ -192,4 +192,36 @@ def case_sequence_parallel() -> None:
             for name, parameter in whole.parameters.items()
         }
         assert_same(engine_loop(engine, language_loss, steps), dataclasses.replace(whole, parameters=parameters))
+        engine.destroy()
+
+
+class Nested(nn.Module):
+    """Blocks in lists of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        one, two, three = (nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.stages = nn.ModuleList([nn.ModuleList([one, two]), nn.ModuleList([three])])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            for block in stage:  # type: ignore[attr-defined]
+                x = block(x)
+        return self.head(x)
+
+
+def case_blocks_in_lists_of_lists() -> None:
+    mesh = Mesh.build()
+    steps = regression(STEPS, mesh.dp.size)
+    for compiled in (False, True):
+        model = Nested()
+        expected = plain_loop(Nested(), sgd, regression_loss, steps)
+        engine = engine_for(model, sgd, mesh, stage=3)
+        if compiled:
+            engine.compile("aot_eager")
+            blocks = [block for stage in model.stages for block in stage]  # type: ignore[attr-defined]
+            assert all(block._compiled_call_impl is not None for block in blocks)
+        assert_same(engine_loop(engine, regression_loss, steps), expected)
         engine.destroy()

@@ -58,6 +58,13 @@ def test_the_model_must_be_a_module():
         deepspeed.initialize(config=SMALL)
 
 
+def test_what_torch_compile_has_wrapped_is_refused():
+    inside = nn.Sequential(torch.compile(model()))
+    for wrapped, what in (torch.compile(model()), "the model"), (inside, "0"):
+        with pytest.raises(ValueError, match=rf"^{what} was wrapped by torch.compile.*engine.compile\(\)"):
+            initialize(wrapped)
+
+
 def test_the_config_from_arguments(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(SMALL))

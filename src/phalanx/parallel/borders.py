@@ -21,7 +21,7 @@ class WholeSequence:
         self._overlap = overlap
 
     def enter(self, x: Tensor) -> Tensor:
-        if self._overlap:
+        if self._overlap and not torch.compiler.is_compiling():
             # Autograd may have given the same gradient to others, who must not see it summed.
             return overlap.enter(x, lambda x: x, lambda g: self.group.start_all_reduce(g.clone()))
         return regions.copy_in(x, self.group)
@@ -47,7 +47,7 @@ class CutSequence:
 
     def enter(self, x: Tensor) -> Tensor:
         dim, sizes = self._tokens(x)
-        if self._overlap:
+        if self._overlap and not torch.compiler.is_compiling():
             group = self.group
             return overlap.enter(
                 x, lambda x: group.all_gather(x, dim, sizes), lambda g: group.start_reduce_scatter(g, dim, sizes)

@@ -28,11 +28,11 @@ Start = Callable[[Tensor], Pending]
 
 
 def enter(x: Tensor, forward: Callable[[Tensor], Tensor], start: Start) -> Tensor:
-    """`x` into a region, by `forward`, whose transpose is `start` and what it returns.
+    """`x` into a region, by `forward`, whose transpose is `start` and what it returns. Not for what is compiled.
 
     Linears that are to leave their weights' gradients for later call `linear` with exactly this tensor.
     """
-    if not (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_compiling():
+    if not (torch.is_grad_enabled() and x.requires_grad):
         return forward(x)
     crossing = _Crossing(start)
     out: Tensor = _Begin.apply(_Gap.apply(_Finish.apply(x, crossing, forward)), crossing)

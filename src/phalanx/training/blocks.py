@@ -12,10 +12,17 @@ from torch import nn
 
 def blocks(module: nn.Module) -> list[nn.Module]:
     """The entries of the outermost `nn.ModuleList`s; the module itself where there is none."""
-    return list(_entries(module)) or [module]
+    return entries(module) or [module]
 
 
-def _entries(module: nn.Module) -> list[nn.Module]:
-    if isinstance(module, nn.ModuleList):
-        return list(module)
-    return [entry for child in module.children() for entry in _entries(child)]
+def entries(module: nn.Module) -> list[nn.Module]:
+    """The entries of the outermost `nn.ModuleList`s in `module`, each once; of lists of lists, those of the inner ones,
+    since a list has no forward."""
+    found = [each for child in module.children() for each in _within(child)]
+    return list(dict.fromkeys(found))
+
+
+def _within(module: nn.Module) -> list[nn.Module]:
+    if not isinstance(module, nn.ModuleList):
+        return entries(module)
+    return [each for entry in module for each in (_within(entry) if isinstance(entry, nn.ModuleList) else [entry])]

@@ -17,9 +17,10 @@ def cut(model: nn.Module, mesh: Mesh, settings: TrainingConfig) -> LayoutRegistr
     """Cuts `model` in place, and computes parts of it as the config says; gradients of parameters that act inside a
     region are left to the engine to sum.
 
-    Raises what `parallelize` and `chunk_head` raise, and ImportError where `fused_kernels` are asked for and Triton is
-    not there.
+    Raises what `parallelize` and `chunk_head` raise, ImportError where `fused_kernels` are asked for and Triton is not
+    there, and ValueError for a model that torch.compile has wrapped.
     """
+    _check_not_wrapped(model)
     rules = settings.tensor_parallel
     registry = parallelize(
         model,
@@ -38,3 +39,14 @@ def cut(model: nn.Module, mesh: Mesh, settings: TrainingConfig) -> LayoutRegistr
     if settings.chunked_head:
         chunk_head(model, settings.chunked_head)
     return registry
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    """A wrapper changes the names of parameters: rules would not match them, nothing would load what is exported."""
+    wrapped = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "_orig_mod"]
+    if wrapped:
+        what = wrapped[0].rpartition(".")[0] or "the model"
+        raise ValueError(
+            f"{what} was wrapped by torch.compile, which changes the names of its parameters: give the model as it "
+            "was, and call engine.compile() after"
+        )

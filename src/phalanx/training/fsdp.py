@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.distributed.mesh import Mesh
 from phalanx.parallel.registry import LayoutRegistry
+from phalanx.training.blocks import entries
 from phalanx.training.fragments import Fragment, count_weights, cut_weights
 from phalanx.training.precision import Precision
 
@@ -118,19 +118,11 @@ class FsdpShards:
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """What is gathered at a time: the members of the outermost module lists, such as decoder layers.
+    """What is gathered at a time: the entries of the outermost module lists, such as decoder layers.
 
-    A member counts if it has submodules (so that it is run by its forward) and parameters, and shares none of them.
+    One counts if it has submodules (so that it is run by its forward) and parameters, and shares none of them.
     """
-    lists: list[nn.ModuleList] = []
-    waiting = [module]
-    while waiting:
-        for child in waiting.pop().children():
-            if isinstance(child, nn.ModuleList):
-                lists.append(child)
-            else:
-                waiting.append(child)
-    members = [m for m in dict.fromkeys(chain(*lists)) if len(list(m.children())) and len(list(m.parameters()))]
+    members = [m for m in entries(module) if len(list(m.children())) and len(list(m.parameters()))]
     owners = Counter(id(p) for member in members for p in member.parameters())
     owners.update(id(parameter) for parameter in _without(module, set(members)))
     return [member for member in members if all(owners[id(parameter)] == 1 for parameter in member.parameters())]
