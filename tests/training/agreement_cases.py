@@ -13,6 +13,18 @@ from phalanx.training.agreement import Agreement
 from tests.training.loops import engine_for, regression_loss, sgd
 
 
+class Taking(nn.Module):
+    """Takes its inputs out of the dict that holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.layer(batch.pop("x"))
+
+
 class Toy(nn.Module):
     """Whole on every rank, so that no collective of its own is in the way."""
 
@@ -49,6 +61,9 @@ def case_another_batch_on_one_rank() -> None:
                 ):
                     engine.step()
                 assert torch.equal(model.layer.weight, weight)
+                with pytest.raises(RuntimeError, match="without a backward pass"):
+                    engine.set_gradient_accumulation_boundary(True)
+                    engine.step()
             else:
                 engine.step()
     engine.destroy()
@@ -107,9 +122,9 @@ def case_nested_inputs_and_fingerprints() -> None:
         (torch.zeros(2, dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.bfloat16)),
     ]
     for good, bad in pairs:
-        agreement.after_forward((), {"batch": {"parts": [good, good]}})
-        agreement.before_update()
-        agreement.after_forward((), {"batch": {"parts": [good, bad if mesh.tp.rank == 1 else good]}})
+        for other in (good, bad if mesh.tp.rank == 1 else good):
+            agreement.before_update()
+            agreement.after_forward(agreement.before_forward((), {"batch": {"parts": [good, other]}}))
         with pytest.raises(RuntimeError, match=r"batch\['parts'\]\[1\] on ranks"):
             agreement.before_update()
     agreement.close()
@@ -132,4 +147,13 @@ def case_other_batches_modes_and_forwards_are_found_at_once() -> None:
         engine._agreement._forwards += 1
     with pytest.raises(RuntimeError, match=r"rank \d has 'forward \d"):
         engine(x)
+    engine.destroy()
+
+
+def case_a_model_that_takes_its_inputs_out_of_their_dict() -> None:
+    mesh = Mesh.build(2)
+    engine = engine_for(Taking(), sgd, mesh)
+    engine.backward(engine({"x": batch(seed=mesh.tp.rank)[0]}).sum())
+    with pytest.raises(RuntimeError, match=r"argument 0\['x'\] on ranks"):
+        engine.step()
     engine.destroy()

@@ -54,10 +54,13 @@ class Agreement:
         """Look again whether the model draws random numbers in training: after a dropout rate has changed."""
         self._dropout = any(_drops(module) for module in self._module.modules())
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raises RuntimeError, on every rank of the group, where structure, shapes or random state differ."""
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors that are given, for `after_forward`: a model may take them out of the dicts that hold them.
+
+        Raises RuntimeError, on every rank of the group, where structure, shapes or random state differ.
+        """
         if self._mesh.tp.size == 1:
-            return
+            return {}
         found = list(_walk(args, kwargs))
         self._forwards += 1
         mode = "training" if self._module.training else "evaluation"
@@ -75,18 +78,16 @@ class Agreement:
                 f"{self._unlike_first(theirs[:, 1])} against rank {self._ranks()[0]}, and the model draws for dropout: "
                 "give all ranks of a TP group one seed, or turn dropout off"
             )
+        return {path: tensor for path, _, tensor in found if tensor is not None}
 
-    def after_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def after_forward(self, given: Mapping[str, Tensor]) -> None:
         """Starts to compare what lies in the tensors: behind the forward, so that the device does not wait for it.
 
         Raises RuntimeError, on every rank of the group, where it differs and no update will look at it.
         """
-        if self._mesh.tp.size == 1:
+        if not given:
             return
-        marks = {path: _fingerprint(t, self._mesh.device) for path, _, t in _walk(args, kwargs) if t is not None}
-        if not marks:
-            return
-        self._open.append(self._compare(marks))
+        self._open.append(self._compare({path: _fingerprint(t, self._mesh.device) for path, t in given.items()}))
         if not (self._module.training and torch.is_grad_enabled()):
             # No update will look at these.
             self._check(self._open.pop())

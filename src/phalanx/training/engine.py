@@ -111,11 +111,11 @@ class TrainingEngine(Exports):
         Raises RuntimeError, on all ranks of a TP group, where they are given inputs of different structure or shape,
         or have different random states; ValueError for an empty batch.
         """
-        self._agreement.before_forward(args, kwargs)
+        given = self._agreement.before_forward(args, kwargs)
         check_not_empty(args, kwargs)
         with fastest_attention(self.device):
             output = self.module(*args, **kwargs)
-        self._agreement.after_forward(args, kwargs)
+        self._agreement.after_forward(given)
         return output
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -144,7 +144,7 @@ class TrainingEngine(Exports):
         """End a pass; at the boundary of accumulation also: sum, clip, update, and start over.
 
         Raises RuntimeError without a backward pass since the last update, and, on all ranks of a TP group, where any
-        input since then differed between them; nothing is updated then.
+        input since then differed between them; nothing is updated then, and the gradients of the step are gone.
         """
         update = self._training()
         boundary = self.is_gradient_accumulation_boundary()
@@ -155,7 +155,11 @@ class TrainingEngine(Exports):
         if not self._has_gradients:
             raise RuntimeError("step() without a backward pass: call engine.backward(loss) first")
         self._check_frozen()
-        self._agreement.before_update()
+        try:
+            self._agreement.before_update()
+        except RuntimeError:
+            self.zero_grad()
+            raise
         self._shards.finish()
         scale = self._shards.scale / self.loss_scaler.scale
         self._norm = self._measure() * scale
