@@ -14,6 +14,7 @@ from phalanx.training import checkpoint_folder
 from phalanx.training.checkpoint_folder import CheckpointError, newest_tag
 from tests.training.family_cases import language_loss
 from tests.training.loops import engine_loop
+from tests.training.odd_save_cases import Said
 from tests.training.reshard_cases import batches, build, engine_of
 
 SECONDS = 10
@@ -61,3 +62,22 @@ def case_a_full_disk() -> None:
         # Not even a note can be written.
         check(bad_rank, ("save_file", "write_text"), False)
         check(bad_rank, ("save_file",), True)
+
+
+def case_an_engine_that_goes_waits_for_its_checkpoint() -> None:
+    for fails in (False, True):
+        folder = Path(sys.argv[3]) / f"gone-{fails}"
+        engine = engine_of(build("llama", 0), 2, 1, 1)
+        engine_loop(engine, language_loss, batches(1003)[:1])
+        with pytest.MonkeyPatch.context() as patch, Said() as lines:
+            if fails:
+                patch.setattr(checkpoint_folder, "save_file", full_disk)
+            engine.save_checkpoint(folder, asynchronous=True)
+            if fails:
+                with pytest.raises((OSError, CheckpointError), match="No space left"):
+                    engine.destroy()
+            else:
+                engine.destroy()
+        assert [line for line in lines if "was not written" in line and "No space left" in line] or not fails
+        dist.barrier()
+        assert newest_tag(folder) == (None if fails else "global_step1")

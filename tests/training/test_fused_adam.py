@@ -158,6 +158,17 @@ def test_a_copy_goes_on(launches: list[int]) -> None:
     assert not copied.param_groups[0]["decoupled_weight_decay"] and sum(launches) == len(SIZES)
 
 
+def test_a_group_keeps_its_weight_decay(launches: list[int]) -> None:
+    ours, theirs = pair()
+    one = FusedAdam([{"params": ours[:1], "decoupled_weight_decay": False}, {"params": ours[1:]}])
+    file = io.BytesIO()
+    torch.save(one, file)
+    file.seek(0)
+    one.load_state_dict(torch.optim.AdamW([{"params": theirs[:1]}, {"params": theirs[1:]}]).state_dict())
+    for made in (one, copy.deepcopy(one), torch.load(file, weights_only=False)):
+        assert [group["decoupled_weight_decay"] for group in made.param_groups] == [False, True]
+
+
 def test_a_closure_and_hooks(launches: list[int]) -> None:
     """Run once, also where the step is torch's."""
     # torch puts hooks around the step of a class once an instance of it was made.

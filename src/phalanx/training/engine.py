@@ -378,12 +378,16 @@ class TrainingEngine(Exports):
             part.compile(backend=backend, **(compile_kwargs or {}))
 
     def destroy(self) -> None:
-        """Take all hooks off the module and let the buffers go; the module keeps its parameters."""
+        """Take all hooks off the module and let the buffers go; the module keeps its parameters.
+
+        Waits for a checkpoint that is being written, and raises then what went wrong with it.
+        """
         self._shards.destroy()
         self._agreement.close()
         if self._update is not None:
             self._update.release()
             self._update = None
+        self.wait_for_checkpoint()
 
     def _check_frozen(self) -> None:
         now = dict(self.module.named_parameters())

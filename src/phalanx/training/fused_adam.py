@@ -60,10 +60,13 @@ class FusedAdam(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The weight decay stays as it was made, and how another optimizer computed its steps is left behind."""
+        # A copy has no groups yet: those that it is given are its own.
+        made = [group["decoupled_weight_decay"] for group in self.__dict__.get("param_groups", ())]
         super(torch.optim.AdamW, self).__setstate__(state)
         for group in self.param_groups:
             group.update(fused=None, foreach=None, capturable=False, differentiable=False)
-            group["decoupled_weight_decay"] = self.defaults["decoupled_weight_decay"]
+        for group, decoupled in zip(self.param_groups, made, strict=False):
+            group["decoupled_weight_decay"] = decoupled
         for kept in self.state.values():
             if "step" in kept:
                 kept["step"] = kept["step"].cpu()

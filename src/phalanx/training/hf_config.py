@@ -75,7 +75,7 @@ def check_arguments(args: Any, tp_size: int) -> None:
         "deepspeed": (args.deepspeed, f"{_installed_deepspeed()}; phalanx_config takes the same file, give it to that"),
         "fsdp": (args.fsdp, "use ZeRO stage 3 in phalanx_config"),
         "parallelism_config": (args.parallelism_config is not None, "phalanx_config says how ranks are used"),
-        "torch_compile": (args.torch_compile, "compile parts of the model before it is given to the Trainer"),
+        "torch_compile": (args.torch_compile, "compile blocks of the model before, each by block.compile()"),
         "auto_find_batch_size": (args.auto_find_batch_size, "give the batch size"),
         "bf16_full_eval": (args.bf16_full_eval and not args.bf16, "a model is evaluated as it is trained: use bf16"),
         "fp16_full_eval": (args.fp16_full_eval and not args.fp16, "a model is evaluated as it is trained: use fp16"),

@@ -71,6 +71,8 @@ class Writing:
             for each in work:
                 each()
         except Exception as error:
+            # Said here too: a run may end without waiting.
+            _log.error("an asynchronous checkpoint was not written: %s: %s", type(error).__name__, error)
             self._error = error
 
 
