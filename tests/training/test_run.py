@@ -155,6 +155,16 @@ def test_what_cannot_be_trained_is_said_before(
         train(read_recipe(write_recipe(tmp_path, tiny_folder, parallel=alone, **changes)))
 
 
+def test_an_update_that_breaks_the_model_is_an_error(tiny_folder: Path, tmp_path: Path) -> None:
+    """In the last step, whose loss is a number still."""
+    recipe = write_recipe(
+        tmp_path, tiny_folder, parallel={"tensor_parallel_size": 1}, optimization={"learning_rate": 1e30, "steps": 2}
+    )
+    with pytest.raises(ConfigError, match=r"the (gradient norm|loss) of step 2 is (nan|inf)"):
+        train(read_recipe(recipe))
+    assert not (tmp_path / "run" / "model").exists()
+
+
 def test_a_changed_recipe_and_a_log_that_is_cut_off_go_on(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

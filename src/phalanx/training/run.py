@@ -189,20 +189,27 @@ class _Loop:
         tokens = self.recipe.optimization.batch_size * self.recipe.data.sequence_length
         mesh = self.engine.mesh
         flops = self._token_flops * tokens / seconds / (mesh.tp.size * mesh.dp.size)
+        norm = self.engine.get_global_grad_norm()
         self.journal.say(
             {
                 "step": step,
                 "loss": loss,
                 "learning_rate": self.engine.get_lr()[0],
-                "grad_norm": self.engine.get_global_grad_norm(),
+                "grad_norm": norm,
                 "tokens_per_second": tokens / seconds,
                 "mfu": None if self._peak is None else flops / self._peak,
                 "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if mesh.device.type == "cuda" else None,
                 "seconds": seconds,
             }
         )
-        if not math.isfinite(loss):
-            raise ConfigError(f"the loss of step {step} is {loss}: lower the learning rate, or look at the data")
+        # What a step skips for an overflow does no harm.
+        broken = self.engine.was_step_applied() and norm is not None and not math.isfinite(norm)
+        if broken or not math.isfinite(loss):
+            what = "gradient norm" if math.isfinite(loss) else "loss"
+            raise ConfigError(
+                f"the {what} of step {step} is {norm if math.isfinite(loss) else loss}: lower the learning rate, or "
+                "look at the data"
+            )
 
     @torch.no_grad()
     def _validate(self, step: int) -> None:
