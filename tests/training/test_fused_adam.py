@@ -247,6 +247,14 @@ def test_a_rate_that_is_a_tensor(launches: list[int]) -> None:
     assert sum(launches) == len(SIZES)
 
 
+def test_settings_of_the_whole_are_refused_in_a_group() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="a param group with bias_correction: these are settings of FusedAdam as a"):
+        FusedAdam([{"params": [weight], "bias_correction": False}])
+    with pytest.raises(ValueError, match="adam_w_mode is 'false': expected True or False"):
+        FusedAdam([weight], adam_w_mode="false")
+
+
 @pytest.mark.parametrize("option", [{"bias_correction": False}, {"amsgrad": True}, {"set_grad_none": False}])
 def test_what_is_not_implemented_is_refused(option: dict[str, bool]) -> None:
     (name, value), *_ = option.items()

@@ -165,6 +165,15 @@ def test_an_update_that_breaks_the_model_is_an_error(tiny_folder: Path, tmp_path
     assert not (tmp_path / "run" / "model").exists()
 
 
+def test_no_checkpoint_holds_a_broken_model(tiny_folder: Path, tmp_path: Path) -> None:
+    """Between two lines of the log, too."""
+    alone, how = {"tensor_parallel_size": 1}, {"learning_rate": 1e30, "steps": 6}
+    often = {"log_every": 50, "checkpoint_every": 1, "export": False}
+    with pytest.raises(ConfigError, match="lower the learning rate"):
+        train(read_recipe(write_recipe(tmp_path, tiny_folder, parallel=alone, optimization=how, output=often)))
+    assert len(list((tmp_path / "run" / "checkpoints").glob("global_step*"))) <= 1
+
+
 def test_a_changed_recipe_and_a_log_that_is_cut_off_go_on(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -53,10 +53,19 @@ class FusedAdam(torch.optim.AdamW):
             raise ValueError("amsgrad=True: FusedAdam has no AMSGrad, as DeepSpeed's; use torch.optim.AdamW")
         if not set_grad_none:
             raise ValueError("set_grad_none=False: zero_grad() frees gradients; call zero_grad(set_to_none=False)")
+        if not isinstance(adam_w_mode, bool):
+            raise ValueError(f"adam_w_mode is {adam_w_mode!r}: expected True or False")
         # Adam's, because AdamW's knows one kind of weight decay only.
         super(torch.optim.AdamW, self).__init__(
-            params, lr, betas, eps, weight_decay, decoupled_weight_decay=bool(adam_w_mode)
+            params, lr, betas, eps, weight_decay, decoupled_weight_decay=adam_w_mode
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises ValueError for what is a setting of the optimizer, not of a group."""
+        wrong = [key for key in ("bias_correction", "adam_w_mode", "set_grad_none") if key in param_group]
+        if wrong:
+            raise ValueError(f"a param group with {', '.join(wrong)}: these are settings of FusedAdam as a whole")
+        super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The weight decay stays as it was made, and how another optimizer computed its steps is left behind."""

@@ -156,6 +156,7 @@ class _Loop:
                 loss = self._step(next(order))
                 if step % out.log_every == 0 or step == self.steps:
                     self._say(step, float(loss), time.perf_counter() - begun)
+                    self._check(step, float(loss))
                 if profiler is not None and profiled is not None and tracing and step in (profiled[1], self.steps):
                     tracing = False
                     profiler.stop()
@@ -164,6 +165,7 @@ class _Loop:
                     self._validate(step)
                 ended = stopped.asked()
                 if ended or step == self.steps or (out.checkpoint_every and step % out.checkpoint_every == 0):
+                    self._check(step, float(loss))
                     self._save()
                 if ended and step < self.steps:
                     return False
@@ -189,19 +191,22 @@ class _Loop:
         tokens = self.recipe.optimization.batch_size * self.recipe.data.sequence_length
         mesh = self.engine.mesh
         flops = self._token_flops * tokens / seconds / (mesh.tp.size * mesh.dp.size)
-        norm = self.engine.get_global_grad_norm()
         self.journal.say(
             {
                 "step": step,
                 "loss": loss,
                 "learning_rate": self.engine.get_lr()[0],
-                "grad_norm": norm,
+                "grad_norm": self.engine.get_global_grad_norm(),
                 "tokens_per_second": tokens / seconds,
                 "mfu": None if self._peak is None else flops / self._peak,
                 "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if mesh.device.type == "cuda" else None,
                 "seconds": seconds,
             }
         )
+
+    def _check(self, step: int, loss: float) -> None:
+        """Raises ConfigError for weights that are not finite any more: no checkpoint may hold them."""
+        norm = self.engine.get_global_grad_norm()
         # What a step skips for an overflow does no harm.
         broken = self.engine.was_step_applied() and norm is not None and not math.isfinite(norm)
         if broken or not math.isfinite(loss):
