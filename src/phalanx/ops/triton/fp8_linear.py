@@ -163,9 +163,9 @@ class TritonFp8(Fp8Linear):
         aligned = weight.dtype == torch.bfloat16 and weight.in_features % 16 == 0 and weight.out_features % 16 == 0
         if rows == 1:
             return one_row(numbers, scale, weight, bias)
-        # Their tiles need the shared memory and the matrix units of a Hopper GPU.
-        own = FEW_ROWS if aligned else FEW_ROWS_ODD
-        if rows <= own and (not aligned or launches_early(numbers.device)):
+        # Their tiles need the shared memory of a Hopper GPU; interpreted, they need none.
+        fits = launches_early(numbers.device) or not (aligned or numbers.is_cuda)
+        if fits and rows <= (FEW_ROWS if aligned else FEW_ROWS_ODD):
             return few_rows(numbers, scale, weight, bias)
         if not aligned:
             restored = (numbers.float() * scale[:, None]).to(weight.dtype)
