@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,15 @@ def test_leaving_before_the_answer_aborts_it(server: Server) -> None:
     assert server.metric("requests_aborted") == before + 1
 
 
+@pytest.fixture
+def heard_hangup() -> Iterator[None]:
+    """Under nohup, where SIGHUP is ignored, a server ignores it too; not here."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heard_hangup")
 def test_limits_of_time_and_of_the_queue(tiny_folder: Path) -> None:
     limits = ["--request-timeout", "1.5", "--max-queue", "1", "--max-num-seqs", "1", "--drain-timeout", "0.3"]
     with serving(tiny_folder, *limits) as server:
