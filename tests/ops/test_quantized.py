@@ -85,6 +85,13 @@ def test_fp8_takes_the_scale_with_the_least_error() -> None:
     assert (searched <= plain).all() and searched.sum() < 0.97 * plain.sum()
 
 
+def test_what_is_not_finite_in_an_fp8_weight_stays_seen() -> None:
+    weight = torch.ones(3, 32)
+    weight[0, 1], weight[1, 2] = torch.inf, torch.nan
+    numbers, scale = quantize_fp8_weight(weight)
+    assert (numbers.float() * scale[:, None]).isfinite().all(1).tolist() == [False, False, True]
+
+
 def test_four_bit_weights_are_kept_exactly() -> None:
     numbers = torch.randint(0, 16, (8, 64), generator=torch.Generator().manual_seed(0))
     numbers[:, ::32], numbers[:, 1::32] = 0, 15

@@ -130,6 +130,21 @@ def case_nested_inputs_and_fingerprints() -> None:
     agreement.close()
 
 
+def case_of_several_passes_any_may_differ() -> None:
+    """The first of three, as well as one whose inputs have another name; what was found is found once."""
+    mesh = Mesh.build(2)
+    agreement = Agreement(Toy(), mesh)
+    good = torch.zeros(3)
+    bad = torch.ones(3) if mesh.tp.rank == 1 else good
+    for batches in ([{"x": bad}, {"x": good}, {"x": good}], [{"y": bad}, {"x": good}, {"x": good}]):
+        for each in batches:
+            agreement.after_forward(agreement.before_forward((), each))
+        with pytest.raises(RuntimeError, match="inputs differ"):
+            agreement.before_update()
+        agreement.before_update()
+    agreement.close()
+
+
 def case_other_batches_modes_and_forwards_are_found_at_once() -> None:
     """In evaluation no update comes that would compare the batches; a mode or a forward too many hangs otherwise."""
     mesh = Mesh.build(2)

@@ -12,6 +12,7 @@ from phalanx.distributed.group import Group
 from phalanx.layout.partition import Partition, local_shape, shard_into
 from phalanx.models.hf_config import ModelConfigError
 from phalanx.ops import registry
+from phalanx.ops.quantized import FP8_ROWS
 from phalanx.ops.quantized import LAYOUTS as QUANTIZED_LAYOUTS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -111,10 +112,10 @@ class Placement:
 def fp8_ops(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """What leaves its rows quantised for a product with e4m3 weights, where there is such an implementation."""
     return {
-        op: each.name
+        op: FP8_ROWS
         for op in ("rms_norm", "add_rms_norm", "gated_activation")
         for each in registry.implementations(op)
-        if each.name == "triton_fp8" and each.supports(device, dtype)
+        if each.name == FP8_ROWS and each.supports(device, dtype)
     }
 
 

@@ -1,7 +1,8 @@
 """Linear weights in few bits: how they are quantised, and what a product with them means, in plain PyTorch.
 
-- ``fp8``: e4m3 numbers with a scale for each output; activations are quantised the same way with a scale for each
-  token, whatever their number, so that a token's result does not depend on how many stand beside it.
+- ``fp8``: e4m3 numbers with a scale for each output, of several the one that fits its numbers best; activations are
+  e4m3 too, with a scale by the largest number of each token, whatever their number, so that a token's result does not
+  depend on how many stand beside it.
 - ``int8``: whole numbers from -127 to 127 with a scale for each output; activations stay as they are.
 - ``int4``: numbers from 0 to 15 with a scale and an offset for each group of inputs of an output: 128 (64, 32 where
   that does not divide them), and 32 for weights of few inputs, since small models lose most.
@@ -22,6 +23,8 @@ from phalanx.ops.linear import PreparedWeight
 
 LAYOUTS = ("fp8", "int8", "int4")
 FP8_MAX = 448.0
+FP8_ROWS = "triton_fp8"
+"""The name of implementations of other ops that leave their rows quantised beside what they return."""
 # What the largest number of a weight's row may become; below half of that the same numbers come again.
 FP8_TOPS = tuple(FP8_MAX * 2 ** (-step / 8) for step in range(8))
 GROUPS = (128, 64, 32)
@@ -47,7 +50,8 @@ def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     wide = weight.float()
     largest = _largest(wide)
     best = torch.full_like(largest, torch.inf)
-    scale = torch.ones_like(largest)
+    # The plain one where nothing is better: where numbers are not finite, which must stay seen.
+    scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
     for top in FP8_TOPS:
         tried = torch.where(largest > 0, largest / top, 1.0)
         numbers = (wide / tried[:, None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()

@@ -26,10 +26,11 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torc
 
 
 class _Comparison(NamedTuple):
-    """Of one forward: whether ranks and inputs differ from the first rank's, bool [ranks, inputs] in host memory,
-    once `arrived`."""
+    """Of forwards whose inputs have the same `names`: whether ranks and inputs ever differed from the first rank's,
+    bool [ranks, inputs], as `found` on the device, and in host memory once `arrived`."""
 
-    names: list[str]
+    names: tuple[str, ...]
+    found: Tensor
     differs: Tensor
     arrived: torch.cuda.Event | None
 
@@ -45,7 +46,7 @@ class Agreement:
         self._module = module
         self._mesh = mesh
         self._host = _host_group(mesh)
-        self._open: list[_Comparison] = []
+        self._open: dict[tuple[str, ...], _Comparison] = {}
         self._dropout = False
         self._forwards = 0
         self.refresh()
@@ -87,25 +88,29 @@ class Agreement:
         """
         if not given:
             return
-        self._open.append(self._compare({path: _fingerprint(t, self._mesh.device) for path, t in given.items()}))
-        if not (self._module.training and torch.is_grad_enabled()):
+        names, marks = tuple(given), [_fingerprint(t, self._mesh.device) for t in given.values()]
+        if self._module.training and torch.is_grad_enabled():
+            self._open[names] = self._compare(names, marks, self._open.get(names))
+        else:
             # No update will look at these.
-            self._check(self._open.pop())
+            self._check(self._compare(names, marks))
 
     def before_update(self) -> None:
         """Raises RuntimeError, on every rank of the group, if any tensor of any forward since the last call differs."""
-        opened, self._open = self._open, []
-        for comparison in opened:
+        opened, self._open = self._open, {}
+        for comparison in opened.values():
             self._check(comparison)
 
-    def _compare(self, marks: Mapping[str, Tensor]) -> _Comparison:
-        theirs = self._mesh.tp.all_gather(torch.stack(list(marks.values()))[None])
-        differs = (theirs != theirs[0]).to("cpu", non_blocking=True)
-        arrived = None
-        if theirs.is_cuda:
+    def _compare(self, names: tuple[str, ...], marks: list[Tensor], before: _Comparison | None = None) -> _Comparison:
+        theirs = self._mesh.tp.all_gather(torch.stack(marks)[None])
+        found = theirs != theirs[0]
+        if before is not None:
+            found |= before.found
+        differs, arrived = found.to("cpu", non_blocking=True), None
+        if found.is_cuda:
             arrived = torch.cuda.Event()
             arrived.record()
-        return _Comparison(list(marks), differs, arrived)
+        return _Comparison(names, found, differs, arrived)
 
     def _check(self, comparison: _Comparison) -> None:
         if comparison.arrived is not None:

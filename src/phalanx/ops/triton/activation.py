@@ -10,9 +10,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.ops import registry
 from phalanx.ops.activation import reference_activation, reference_gated_activation
+from phalanx.ops.quantized import FP8_ROWS
 from phalanx.ops.triton.fp8_kernels import scale_of, to_e4m3
 from phalanx.ops.triton.fp8_linear import WIDEST
-from phalanx.ops.triton.fp8_rows import FP8_ROWS, Fp8Rows, leave, takes_fp8
+from phalanx.ops.triton.fp8_rows import Fp8Rows, leave, takes_fp8
 from phalanx.ops.triton.support import early_launch, on_gpu
 
 _KINDS = {

@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-FP8_ROWS = "triton_fp8"
-"""The name of the implementations that do so."""
-
 
 class Fp8Rows(NamedTuple):
     """numbers e4m3 [rows, k] and scale float32 [rows], as of ``phalanx.ops.quantized.quantize_fp8``."""

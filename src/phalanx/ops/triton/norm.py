@@ -10,8 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.ops import registry
 from phalanx.ops.norm import reference_layer_norm, reference_rms_norm
+from phalanx.ops.quantized import FP8_ROWS
 from phalanx.ops.triton.fp8_kernels import scale_of, to_e4m3
-from phalanx.ops.triton.fp8_rows import FP8_ROWS, Fp8Rows, leave, takes_fp8
+from phalanx.ops.triton.fp8_rows import Fp8Rows, leave, takes_fp8
 from phalanx.ops.triton.support import early_launch, on_gpu
 
 # Elements that a program holds at once; wider rows go to the references.
