@@ -27,7 +27,7 @@ from phalanx.ops.activation import gated_activation
 from phalanx.ops.linear import PreparedWeight, linear, prepare_linear, restore_weight
 from phalanx.ops.moe import MaskedExperts, SortedExperts, route
 from phalanx.ops.quantized import LAYOUTS, quantize_fp8
-from phalanx.ops.triton.fp8_linear import RowsTile, quantize_rows
+from phalanx.ops.triton.fp8_linear import Fp8RowsTile, quantize_rows
 from phalanx.ops.triton.fp8_linear import few_rows as fp8_rows
 from phalanx.ops.triton.grouped import GroupedExperts
 from phalanx.ops.triton.invariant import partial as partial_sum
@@ -62,11 +62,11 @@ ONE_ROW = (
 )
 QUANTIZED = (Tile(16, 256, 4, 5, 2048), Tile(32, 256, 4, 5, 2048), Tile(64, 256, 4, 4, 2048), Tile(64, 128, 4, 5, 1024))
 FP8_ROWS = (
-    RowsTile(16, 64, 512, 3, True),
-    RowsTile(32, 64, 512, 3, True),
-    RowsTile(64, 64, 128, 6, True),
-    RowsTile(64, 32, 512, 4, False),
-    RowsTile(64, 64, 256, 5, False),
+    Fp8RowsTile(16, 64, 512, 3, True),
+    Fp8RowsTile(32, 64, 512, 3, True),
+    Fp8RowsTile(64, 64, 128, 6, True),
+    Fp8RowsTile(64, 32, 512, 4, False),
+    Fp8RowsTile(64, 64, 256, 5, False),
 )
 QUANTIZED_SHAPES = ("8b qkv", "8b o", "8b gate_up", "8b down")
 EXPERTS = {"mixtral, half as wide": (8, 2, 2048, 7168), "qwen3 30b-a3b": (128, 8, 2048, 768)}

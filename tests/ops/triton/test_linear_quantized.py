@@ -12,7 +12,7 @@ from phalanx.ops.linear import prepare_linear, reader_of
 from phalanx.ops.quantized import LAYOUTS, Fp8Linear, Int4Linear, Int8Linear, quantize_fp8
 from phalanx.ops.triton import fp8_linear, quantized_linear
 from phalanx.ops.triton.activation import gated_activation, gated_activation_fp8
-from phalanx.ops.triton.fp8_linear import RowTile, TritonFp8, few_rows, one_row, quantize_rows
+from phalanx.ops.triton.fp8_linear import Fp8RowTile, TritonFp8, few_rows, one_row, quantize_rows
 from phalanx.ops.triton.fp8_rows import Fp8Rows, leave, left_beside
 from phalanx.ops.triton.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from phalanx.ops.triton.quantized_linear import TritonInt4, TritonInt8, restore_int4, restore_int8
@@ -75,10 +75,10 @@ def test_few_rows_equal_the_plain_back_end(
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features", "tile"),
     [
-        (1, 9, 128, RowTile(4, 64, 2, 0)),
-        (1, 9, 120, RowTile(4, 64, 2, 0)),
-        (1, 9, 576, RowTile(2, 64, 0, 128)),  # more steps than are summed in fp16
-        (1, 5, 500, RowTile(8, 64, 0, 0)),
+        (1, 9, 128, Fp8RowTile(4, 64, 2, 0)),
+        (1, 9, 120, Fp8RowTile(4, 64, 2, 0)),
+        (1, 9, 576, Fp8RowTile(2, 64, 0, 128)),  # more steps than are summed in fp16
+        (1, 5, 500, Fp8RowTile(8, 64, 0, 0)),
         (2, 70, 200, None),
         (20, 70, 512, None),
         (33, 70, 200, None),
@@ -87,7 +87,7 @@ def test_few_rows_equal_the_plain_back_end(
     ],
 )
 def test_rows_of_fp8_in_all_sizes(
-    rows: int, out_features: int, in_features: int, tile: RowTile | None, kernel_device: torch.device
+    rows: int, out_features: int, in_features: int, tile: Fp8RowTile | None, kernel_device: torch.device
 ) -> None:
     prepared = Fp8Linear().prepare(drawn(out_features, in_features).to(kernel_device))
     numbers, scale = quantize_fp8(drawn(rows, in_features).to(kernel_device))

@@ -27,7 +27,7 @@ WIDEST = 1 << 14
 """The widest row that a program holds at once."""
 
 
-class RowTile(NamedTuple):
+class Fp8RowTile(NamedTuple):
     """How one row's kernel is cut: columns of y, K of a step, steps if the loop over them is written out, and how far
     ahead weights are brought in before the wait where it is not."""
 
@@ -38,7 +38,7 @@ class RowTile(NamedTuple):
     warps: int = 4
 
 
-class RowsTile(NamedTuple):
+class Fp8RowsTile(NamedTuple):
     """How the kernel of some rows is cut; see ``fp8_rows_kernel``."""
 
     rows: int
@@ -49,26 +49,26 @@ class RowsTile(NamedTuple):
     prefetch: int = 2048
 
 
-def row_tile(out_features: int, in_features: int, processors: int) -> RowTile:
+def row_tile(out_features: int, in_features: int, processors: int) -> Fp8RowTile:
     """The sizes that read a weight [out_features, in_features] fast for one row: as measured on an H200."""
     inner = inner_step(in_features, 2048)
     steps = triton.cdiv(in_features, inner)
     if steps > 4:
-        return RowTile(8 if steps <= IN_HALF else 4, inner, 0, min(2048, power_below(in_features)))
-    return RowTile(2 if out_features <= 8 * 2 * processors else 4, inner, steps, 0)
+        return Fp8RowTile(8 if steps <= IN_HALF else 4, inner, 0, min(2048, power_below(in_features)))
+    return Fp8RowTile(2 if out_features <= 8 * 2 * processors else 4, inner, steps, 0)
 
 
-def rows_tile(rows: int, out_features: int, in_features: int, processors: int) -> RowsTile:
+def rows_tile(rows: int, out_features: int, in_features: int, processors: int) -> Fp8RowsTile:
     """The sizes for some rows: as measured on an H200."""
     # A line of the cache holds 128 weights: less is not worth a prefetch.
     prefetch = min(2048, power_below(in_features)) if in_features >= 128 else 0
     if rows <= 32:
-        return RowsTile(16 if rows <= 16 else 32, 64, inner_step(in_features, 512), 3, True, prefetch)
+        return Fp8RowsTile(16 if rows <= 16 else 32, 64, inner_step(in_features, 512), 3, True, prefetch)
     if out_features >= 2 * 64 * processors:
-        return RowsTile(64, 64, inner_step(in_features, 128), 6, True, prefetch)
+        return Fp8RowsTile(64, 64, inner_step(in_features, 128), 6, True, prefetch)
     if out_features < 40 * processors:
-        return RowsTile(64, 32, inner_step(in_features, 512), 4, False, prefetch)
-    return RowsTile(64, 64, inner_step(in_features, 256), 5, False, prefetch)
+        return Fp8RowsTile(64, 32, inner_step(in_features, 512), 4, False, prefetch)
+    return Fp8RowsTile(64, 64, inner_step(in_features, 256), 5, False, prefetch)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def one_row(
-    numbers: Tensor, x_scale: Tensor, weight: PreparedWeight, bias: Tensor | None, tile: RowTile | None = None
+    numbers: Tensor, x_scale: Tensor, weight: PreparedWeight, bias: Tensor | None, tile: Fp8RowTile | None = None
 ) -> Tensor:
     """numbers e4m3 [1, in] with their scale [1], times a weight in the layout fp8 -> [1, out] of its dtype."""
     in_features, out_features = weight.in_features, weight.out_features
@@ -116,7 +116,7 @@ def one_row(
 
 
 def few_rows(
-    numbers: Tensor, x_scale: Tensor, weight: PreparedWeight, bias: Tensor | None, tile: RowsTile | None = None
+    numbers: Tensor, x_scale: Tensor, weight: PreparedWeight, bias: Tensor | None, tile: Fp8RowsTile | None = None
 ) -> Tensor:
     """numbers e4m3 [rows, in] with their scales [rows], times an fp8 weight -> [rows, out] of the weight's dtype."""
     rows, in_features, out_features = numbers.shape[0], weight.in_features, weight.out_features
