@@ -68,6 +68,8 @@ class TransformerModel(Traits):
         self.embed = self.make_embedding_layer()
         self.unembed = self.make_unembedding_layer()
         self.activate = self.placement.op("gated_activation" if self.gated_mlp else "activation")
+        # Products may apply it themselves, unless another one is put in its place.
+        self._gate = self.activate if self.gated_mlp and self.placement.fuses_gates else None
         self.rotary = self._rotaries()
         steps = type(self).forward_heads is TransformerModel.forward_heads
         self._norms_heads = steps and self.qk_norm and self.norm_type == "rms_norm"
@@ -321,8 +323,11 @@ class TransformerModel(Traits):
     def forward_mlp(self, layer: int, hidden: Tensor) -> Tensor:
         """hidden [T, hidden], normed -> [T, hidden], not yet added to the residual."""
         parameters = self.layers[layer]
-        inner = self.mlp_1(hidden, parameters.mlp_1, bias_of(parameters, "mlp_1"))
-        inner = self.activate(inner, self.activation)
+        bias, inner = bias_of(parameters, "mlp_1"), None
+        if self.activate is self._gate:
+            inner = self.mlp_1.gated(hidden, parameters.mlp_1, bias, self.activation)
+        if inner is None:
+            inner = self.activate(self.mlp_1(hidden, parameters.mlp_1, bias), self.activation)
         return self.mlp_2(inner, parameters.mlp_2, bias_of(parameters, "mlp_2"))
 
     def forward_unembed(self, hidden: Tensor, residual: Tensor | None, batch: RaggedBatch) -> Tensor:

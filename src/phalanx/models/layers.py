@@ -24,6 +24,7 @@ from phalanx.ops.linear import (
     PreparedWeight,
     TreeBackend,
     embedding_lookup,
+    gated_linear,
     linear,
     prepare_linear,
     wide_linear,
@@ -129,6 +130,16 @@ class Linear:
             return linear(x, as_prepared(weight), shift if self.placement.group.rank == 0 else None)
         total = self._sum_over_ranks(x, as_prepared(weight))
         return total if shift is None else total + shift
+
+    def gated(
+        self, x: Tensor, weight: InferenceParameter, bias: InferenceParameter | None, activation: str
+    ) -> Tensor | None:
+        """Of a column-cut weight whose outputs are gate | up: the gated activation of the product, [T, half of out],
+        where the back end makes both at once; else None."""
+        if type(self).__call__ is not Linear.__call__:
+            # What a subclass does to the product must come between.
+            return None
+        return gated_linear(x, as_prepared(weight), None if bias is None else bias.data, activation)
 
     def _sum_over_ranks(self, x: Tensor, weight: PreparedWeight) -> Tensor:
         group, backend = self.placement.group, weight.backend

@@ -60,6 +60,7 @@ class Placement:
             if against:
                 raise ValueError(f"batch_invariant chooses {INVARIANT_OPS}, but ops force {against}: leave out one")
             forced = {**forced, **INVARIANT_OPS}
+        self.fuses_gates = "gated_activation" not in forced
         if quantization == "fp8":
             forced = {**fp8_ops(device, dtype), **forced}
         self.forced = forced

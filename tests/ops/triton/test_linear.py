@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from phalanx.ops import registry
-from phalanx.ops.linear import PlainLinear, PreparedWeight, linear, prepare_linear
+from phalanx.ops.activation import reference_gated_activation
+from phalanx.ops.linear import PlainLinear, PreparedWeight, gated_linear, linear, prepare_linear
 from phalanx.ops.triton import linear as triton_linear
+from phalanx.ops.triton.activation_kernels import KINDS
 from phalanx.ops.triton.linear import RowTile, one_row, takes, tile_for
 from tests.ops.triton import attention_case  # noqa: F401  (completes the interpreter)
 
@@ -51,6 +53,38 @@ def test_one_row_equals_the_formula(out_features: int, in_features: int, kernel_
     assert wide.dtype == torch.float32 and error(wide, wanted) < 1e-5
     with pytest.raises(ValueError, match=r"takes \[\.\.\., "):
         one_row(x[:, 1:], weight, bias)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "tile"),
+    [(48, 128, None), (38, 200, RowTile(8, 64, 1, 0)), (2, 64, None), (74, 72, SMALL)],
+)
+def test_one_row_gated_equals_the_formula(
+    name: str, out_features: int, in_features: int, tile: RowTile | None, kernel_device: torch.device
+) -> None:
+    x, weight, bias = drawn(1, out_features, in_features, torch.bfloat16, kernel_device)
+    product = x.double() @ weight.double().T
+    for shift in (None, bias):
+        wanted = reference_gated_activation(product if shift is None else product + shift.double(), name)
+        found = one_row(x, weight, shift, tile=tile, gate=KINDS[name])
+        assert found.shape == (1, out_features // 2)
+        # A single result may be 0.
+        assert float((found.double() - wanted).norm()) <= 1e-2 * float(wanted.norm())
+
+
+def test_where_a_product_is_gated_at_once(kernel_device: torch.device) -> None:
+    x, weight, bias = drawn(2, 32, 64, torch.bfloat16, kernel_device)
+    backend = triton_linear.TritonLinear()
+    prepared = backend.prepare(weight)
+    found = backend.apply_gated(x[:1], prepared, bias, "silu")
+    wanted = reference_gated_activation(x[:1].double() @ weight.double().T + bias.double(), "silu")
+    assert found is not None and error(found, wanted) < 1e-2
+    assert backend.apply_gated(x, prepared, bias, "silu") is None
+    assert backend.apply_gated(x[:1], prepared, bias, "hardswish") is None
+    assert backend.apply_gated(x[:1], backend.prepare(weight[:31]), None, "silu") is None
+    assert gated_linear(x[:1], prepare_linear(weight, forced="plain"), None, "silu") is None
 
 
 def test_what_the_kernels_take() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 from phalanx.ops.triton import fp8_kernels, fp8_linear, grouped, grouped_kernels, invariant, linear, linear_kernels
-from phalanx.ops.triton import activation, norm, quantized_kernels, quantized_linear
+from phalanx.ops.triton import activation_kernels, norm, quantized_kernels, quantized_linear
 from tests.ops.triton.ahead_of_time import compile_for_hopper
 
 done = set()
@@ -38,11 +38,15 @@ for n, k in SHAPES:
             tile = linear.tile_for(k)
             constants = common | dict(EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
             constants |= dict(SCALED=False, STEPS=tile.steps)
-            compiled(linear_kernels.one_row_kernel, bf16 | of("fp32", "scale"), tile.warps, 3, **constants)
+            for gate in ("none", "silu"):
+                types = bf16 | of("fp32", "scale")
+                compiled(linear_kernels.one_row_kernel, types, tile.warps, 3, GATE=gate, **constants)
             tile = fp8_linear.row_tile(n, k, 132)
             constants = common | dict(EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
             constants |= dict(STEPS=tile.steps, ONCE=k <= 8 * tile.inner, PREFETCH=tile.prefetch)
-            compiled(fp8_kernels.fp8_row_kernel, fp8, tile.warps, 3, **constants)
+            for gate in ("none", "silu"):
+                types = fp8 | of("fp32", "maxima")
+                compiled(fp8_kernels.fp8_row_kernel, types, tile.warps, 3, GATE=gate, **constants)
         else:
             tile = fp8_linear.rows_tile(rows, n, k, 132)
             constants = common | dict(EVEN_K=True, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
@@ -64,7 +68,12 @@ for block, once in ((4096, True), (16384, True), (16384, False)):
 of_rows = of("bf16", "x", "residual", "weight", "bias", "out", "total", numbers="fp8e4nv", scales="fp32")
 flags = dict(ADD=True, CENTRE=False, WEIGHT=True, BIAS=False, FP8=True, PDL=True)
 compiled(norm._norm_kernel, of_rows | {"eps": "fp32"}, 8, 3, WIDTH=4096, PADDED=4096, ROWS=1, **flags)
-compiled(activation._gated_fp8_kernel, of_rows, 16, 3, KIND="silu", BLOCK=16384, PDL=True)
+compiled(fp8_kernels.gated_fp8_kernel, of_rows, 16, 3, KIND="silu", BLOCK=16384, PDL=True)
+flags = dict(GATED=True, MAXIMA=True, BLOCK=1024, PDL=True)
+compiled(activation_kernels.activation_kernel, of_rows | of("fp32", "maxima"), 4, 3, KIND="silu", **flags)
+for count in (16, 8192):
+    with_maxima = quantized | of("fp32", "maxima")
+    compiled(fp8_kernels.quantize_part_kernel, with_maxima, 8, 3, BLOCK=2048, COUNT=count, PDL=True)
 compiled(quantized_kernels.restore_int8_kernel, of("bf16", "out", w="i8", scale="fp32"), 4, 3, BLOCK_N=4, BLOCK_K=1024)
 compiled(quantized_kernels.restore_int4_kernel, of("bf16", "scale", "offset", "out", w="u8"), 4, 3,
          GROUP=128, BLOCK_N=32, NATIVE=True)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.ops.activation import reference_gated_activation
 from phalanx.ops.linear import prepare_linear, reader_of
 from phalanx.ops.quantized import LAYOUTS, Fp8Linear, Int4Linear, Int8Linear, quantize_fp8
+from phalanx.ops.triton import activation as activation_module
 from phalanx.ops.triton import fp8_linear, quantized_linear
 from phalanx.ops.triton.activation import gated_activation, gated_activation_fp8
 from phalanx.ops.triton.fp8_linear import Fp8RowTile, TritonFp8, few_rows, one_row, quantize_rows
@@ -97,6 +99,37 @@ def test_rows_of_fp8_in_all_sizes(
     assert error(found, wanted) < 1e-2
 
 
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "tile"),
+    [(40, 64, None), (18, 120, Fp8RowTile(4, 64, 2, 0)), (5000, 64, None), (26, 576, Fp8RowTile(8, 64, 0, 128))],
+)
+def test_a_gated_row_of_fp8(
+    out_features: int, in_features: int, tile: Fp8RowTile | None, kernel_device: torch.device
+) -> None:
+    prepared = Fp8Linear().prepare((drawn(out_features, in_features) / in_features**0.5).to(kernel_device))
+    numbers, scale = quantize_fp8(drawn(1, in_features).to(kernel_device))
+    bias = drawn(out_features).to(kernel_device)
+    product = (numbers.double() * scale[:, None]) @ (prepared.data.double() * prepared.aux["scale"][:, None]).T + bias
+    found = one_row(numbers, scale, prepared, bias, tile, gate="silu")
+    assert error(found, reference_gated_activation(product, "silu")) < 1e-2
+    rows = left_beside(found)
+    assert rows is not None
+    same, same_scale = quantize_rows(found)
+    assert torch.equal(rows.scale, same_scale)
+    assert torch.equal(rows.numbers.view(torch.uint8), same.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("exact_rounding")
+def test_where_a_row_of_fp8_is_gated_at_once(kernel_device: torch.device) -> None:
+    prepared, bias = Fp8Linear().prepare(drawn(32, 64).to(kernel_device)), drawn(32).to(kernel_device)
+    x = drawn(2, 64).to(kernel_device)
+    found = TritonFp8().apply_gated(x[:1], prepared, bias, "gelu")
+    wanted = reference_gated_activation(Fp8Linear().apply(x[:1].float(), prepared, bias), "gelu")
+    assert found is not None and error(found, wanted) < 1e-2 and left_beside(found) is not None
+    assert TritonFp8().apply_gated(x, prepared, bias, "gelu") is None
+    assert TritonFp8().apply_gated(x[:1], prepared, bias, "hardswish") is None
+
+
 def test_sums_in_fp16_do_not_overflow(kernel_device: torch.device) -> None:
     """All numbers are the largest there are, of one sign."""
     prepared = Fp8Linear().prepare(torch.ones(3, 16384, dtype=torch.bfloat16, device=kernel_device))
@@ -104,8 +137,12 @@ def test_sums_in_fp16_do_not_overflow(kernel_device: torch.device) -> None:
     assert error(one_row(numbers, scale, prepared, None), torch.full((1, 3), 16384.0, device=kernel_device)) < 1e-2
 
 
-@pytest.mark.parametrize("width", [40, 1500])
-def test_norms_and_activations_leave_rows_quantised(width: int, kernel_device: torch.device) -> None:
+@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize("width", [40, 1500, 2500])
+def test_norms_and_activations_leave_rows_quantised(
+    width: int, processors: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_module, "multiprocessors", lambda device: processors)
     x, residual = drawn(3, width).to(kernel_device), drawn(3, width + 1).to(kernel_device)[:, :width]
     weight, both = drawn(width).to(kernel_device), drawn(5, 2 * width).to(kernel_device)
     x[1] = 0

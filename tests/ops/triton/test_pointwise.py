@@ -13,7 +13,8 @@ from phalanx.ops.rope import reference_rope_write_kv
 from phalanx.ops.sampling import reference_rank_likeliest, reference_take_likeliest, sample
 from phalanx.ops.step_inputs import reference_decode_inputs
 from phalanx.ops.token_mask import reference_mask_tokens
-from phalanx.ops.triton.activation import _KINDS, activation, gated_activation
+from phalanx.ops.triton.activation import activation, gated_activation
+from phalanx.ops.triton.activation_kernels import KINDS
 from phalanx.ops.triton.greedy import rank_likeliest, take_likeliest
 from phalanx.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from phalanx.ops.triton.rope import rope_write_kv
@@ -66,7 +67,7 @@ def test_norm_of_heads_in_a_fused_projection(kernel_device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*_KINDS, "hardswish"])
+@pytest.mark.parametrize("name", [*KINDS, "hardswish"])
 def test_activations(kernel_device: torch.device, dtype: torch.dtype, name: str) -> None:
     x = (3 * torch.randn(3, 2 * 1030, device=kernel_device)).to(dtype)
     close(activation(x, name), reference_activation(x, name))

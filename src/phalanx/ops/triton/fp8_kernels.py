@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.ops.triton.linear_kernels import prefetch, row_part, x_part
+from phalanx.ops.triton.activation_kernels import activate
+from phalanx.ops.triton.linear_kernels import columns_of, prefetch, row_part, store_gated, x_part
 
 VARYING = ("m",)
 # Products that are summed in fp16 before they go to a sum in fp32.
@@ -50,6 +51,46 @@ def quantize_rows_kernel(x, numbers, scales, k, x_stride, BLOCK: tl.constexpr, O
             value = tl.load(x + row * x_stride + at, mask=at < k, other=0.0).to(tl.float32)
             tl.store(numbers + row * k + at, to_e4m3(value, scale), mask=at < k)
     tl.store(scales + row, scale)
+
+
+@triton.jit
+def quantize_part_kernel(
+    x, maxima, numbers, scales, k, x_stride, count, BLOCK: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """`quantize_rows_kernel` where the largest magnitudes of `count` parts of a row are known: maxima float32 [rows,
+    count]; grid (rows, cdiv(k, BLOCK)). COUNT: a power of two that holds them."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, COUNT)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row * x_stride + columns, mask=columns < k, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(tl.load(maxima + row * count + part, mask=part < count, other=0.0), 0))
+    tl.store(numbers + row * k + columns, to_e4m3(value, scale), mask=columns < k)
+    if tl.program_id(1) == 0:
+        tl.store(scales + row, scale)
+
+
+@triton.jit
+def gated_fp8_kernel(
+    x, out, numbers, scales, row_stride, width, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """A gated activation, and its rows as e4m3 numbers [rows, width] and scales [rows]; grid (rows,)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    value = activate(tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32), KIND)
+    value *= tl.load(x + row * row_stride + width + column, mask=mask, other=0.0).to(tl.float32)
+    result = value.to(out.dtype.element_ty)
+    tl.store(out + row * width + column, result, mask=mask)
+    wide = tl.where(mask, result.to(tl.float32), 0.0)
+    scale = scale_of(tl.max(tl.abs(wide), 0))
+    tl.store(scales + row, scale)
+    tl.store(numbers + row * width + column, to_e4m3(wide, scale), mask=mask)
 
 
 @triton.jit
@@ -108,8 +149,8 @@ def few_products(
 
 @triton.jit
 def fp8_row_kernel(
-    x, x_scale, w, scale, bias, y, n, k, w_stride,
-    BIASED: tl.constexpr, EVEN_K: tl.constexpr, STEPS: tl.constexpr, ONCE: tl.constexpr,
+    x, x_scale, w, scale, bias, y, maxima, n, k, w_stride,
+    BIASED: tl.constexpr, EVEN_K: tl.constexpr, STEPS: tl.constexpr, ONCE: tl.constexpr, GATE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One row: x e4m3 [k], x_scale float32 [1], w e4m3 [n, k], scale float32 [n] -> y [n]; grid (cdiv(n, BLOCK_N),).
@@ -117,10 +158,10 @@ def fp8_row_kernel(
     Up to IN_HALF products are summed in fp16 before they go to fp32: with fewer conversions, memory is the limit. Such
     a sum is wrong by half of its last bit, 2^-11 of it, a fourth of what the result is rounded by in bf16.
     STEPS: cdiv(k, BLOCK_K) where that is small; then the first weights are read before the kernel ahead has ended.
-    ONCE: all of k fits into one such sum.
+    ONCE: all of k fits into one such sum. GATE: an activation, or "none"; with one, outputs are gate | up, y [n / 2] is
+    the gated activation of them, and maxima float32 [programs] are its largest magnitudes.
     """
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < n
+    columns, inside = columns_of(n, BLOCK_N, GATE)
     rows = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
     inner = tl.arange(0, BLOCK_K)
     if STEPS > 0:
@@ -142,7 +183,11 @@ def fp8_row_kernel(
     total = tl.sum(acc, 1) * tl.load(scale + columns, mask=inside, other=0.0) * (tl.load(x_scale) * 512.0)
     if BIASED:
         total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + columns, total.to(y.dtype.element_ty), mask=inside)
+    if GATE == "none":
+        tl.store(y + columns, total.to(y.dtype.element_ty), mask=inside)
+    else:
+        result = store_gated(y, total, n, GATE, BLOCK_N)
+        tl.store(maxima + tl.program_id(0), tl.max(tl.abs(result), 0))
 
 
 @triton.jit(do_not_specialize=VARYING)

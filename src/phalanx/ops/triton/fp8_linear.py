@@ -12,10 +12,16 @@ from torch.nn import functional as F
 from phalanx.ops import registry
 from phalanx.ops.linear import PreparedWeight
 from phalanx.ops.quantized import Fp8Linear
+from phalanx.ops.triton.activation_kernels import KINDS
 from phalanx.ops.triton.fp8_kernels import IN_HALF as _IN_HALF
-from phalanx.ops.triton.fp8_kernels import fp8_row_kernel, fp8_rows_kernel, quantize_rows_kernel
-from phalanx.ops.triton.fp8_rows import left_beside
-from phalanx.ops.triton.linear import inner_step, power_below, supports
+from phalanx.ops.triton.fp8_kernels import (
+    fp8_row_kernel,
+    fp8_rows_kernel,
+    quantize_part_kernel,
+    quantize_rows_kernel,
+)
+from phalanx.ops.triton.fp8_rows import Fp8Rows, leave, left_beside
+from phalanx.ops.triton.linear import gates, inner_step, power_below, supports
 from phalanx.ops.triton.support import dense_rows, early_launch, launches_early, multiprocessors
 
 IN_HALF = int(_IN_HALF.value)
@@ -85,20 +91,53 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers, scales
 
 
+def quantize_by_maxima(x: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of a dense x [rows, k] whose parts have the largest magnitudes maxima float32 [rows, parts]."""
+    rows, k = x.shape
+    numbers = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    quantize_part_kernel[rows, triton.cdiv(k, 2048)](
+        x, maxima, numbers, scales, k, x.stride(0), maxima.shape[1],
+        BLOCK=2048, COUNT=triton.next_power_of_2(maxima.shape[1]), num_warps=8, **early_launch(x.device),
+    )  # fmt: skip
+    return numbers, scales
+
+
 def one_row(
-    numbers: Tensor, x_scale: Tensor, weight: PreparedWeight, bias: Tensor | None, tile: Fp8RowTile | None = None
+    numbers: Tensor,
+    x_scale: Tensor,
+    weight: PreparedWeight,
+    bias: Tensor | None,
+    tile: Fp8RowTile | None = None,
+    gate: str | None = None,
 ) -> Tensor:
-    """numbers e4m3 [1, in] with their scale [1], times a weight in the layout fp8 -> [1, out] of its dtype."""
+    """A row times a weight in the layout fp8.
+
+    Args:
+        numbers: e4m3 [1, in].
+        x_scale: its scale, float32 [1].
+        weight: of the layout fp8.
+        bias: [out].
+        tile: other sizes than those of ``row_tile``.
+        gate: an activation as ``KINDS`` calls it; then outputs are gate | up.
+
+    Returns:
+        [1, out] of the weight's dtype; with a gate, the gated activation [1, out / 2], and it quantised beside it.
+    """
     in_features, out_features = weight.in_features, weight.out_features
-    out = torch.empty((1, out_features), dtype=weight.dtype, device=numbers.device)
+    width = out_features // 2 if gate else out_features
+    out = torch.empty((1, width), dtype=weight.dtype, device=numbers.device)
     tile = tile or row_tile(out_features, in_features, multiprocessors(out.device))
-    fp8_row_kernel[(triton.cdiv(out_features, tile.columns),)](
+    programs = triton.cdiv(out_features, tile.columns)
+    maxima = torch.empty((1, programs), dtype=torch.float32, device=out.device) if gate else out
+    fp8_row_kernel[(programs,)](
         numbers,
         x_scale,
         weight.data,
         weight.aux["scale"],
         out if bias is None else bias,
         out,
+        maxima,
         out_features,
         in_features,
         weight.data.stride(0),
@@ -106,13 +145,14 @@ def one_row(
         EVEN_K=in_features % tile.inner == 0,
         STEPS=tile.steps,
         ONCE=in_features <= IN_HALF * tile.inner,
+        GATE=gate or "none",
         BLOCK_N=tile.columns,
         BLOCK_K=tile.inner,
         PREFETCH=tile.prefetch,
         num_warps=tile.warps,
         **early_launch(out.device),
     )
-    return out
+    return leave(out, Fp8Rows(*quantize_by_maxima(out, maxima))) if gate else out
 
 
 def few_rows(
@@ -157,6 +197,16 @@ class TritonFp8(Fp8Linear):
             return super().apply(x, weight, bias)
         numbers, scale = left_beside(x) or quantize_rows(rows)
         return self._product(numbers, scale, weight, bias).view(*x.shape[:-1], weight.out_features)
+
+    def apply_gated(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None, activation: str) -> Tensor | None:
+        """One row, with its result quantised beside it; None for others."""
+        rows, gate = dense_rows(x, weight), KINDS.get(activation)
+        if rows.shape[0] != 1 or gate is None or not weight.in_features or not gates(weight):
+            return None
+        numbers, scale = left_beside(x) or quantize_rows(rows)
+        out = one_row(numbers, scale, weight, bias, gate=gate)
+        # A view would have nothing beside it.
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.out_features // 2)
 
     def _product(self, numbers: Tensor, scale: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         rows = numbers.shape[0]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from phalanx.ops import registry
 from phalanx.ops.linear import PlainLinear, PreparedWeight
+from phalanx.ops.triton.activation_kernels import KINDS
 from phalanx.ops.triton.linear_kernels import one_row_kernel
 from phalanx.ops.triton.support import early_launch
 
@@ -62,6 +63,7 @@ def one_row(
     tile: RowTile | None = None,
     *,
     scale: Tensor | None = None,
+    gate: str | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`.
 
@@ -72,15 +74,17 @@ def one_row(
         dtype: of the result; x's if None.
         tile: other sizes than those of ``tile_for``.
         scale: float32 [out], what the numbers of the weight are multiplied by.
+        gate: an activation as ``KINDS`` calls it; then outputs are gate | up.
 
     Returns:
-        [..., out], contiguous.
+        [..., out], contiguous; with a gate, the gated activation [..., out / 2].
     """
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features:
         raise ValueError(f"linear: the weight takes [..., {in_features}]; x is {tuple(x.shape)}")
     row = x if x.stride(-1) == 1 else x.contiguous()
-    out = torch.empty((*x.shape[:-1], out_features), dtype=dtype or x.dtype, device=x.device)
+    width = out_features // 2 if gate else out_features
+    out = torch.empty((*x.shape[:-1], width), dtype=dtype or x.dtype, device=x.device)
     tile = tile or tile_for(in_features)
     one_row_kernel[(triton.cdiv(out_features, tile.columns),)](
         row,
@@ -94,6 +98,7 @@ def one_row(
         SCALED=scale is not None,
         BIASED=bias is not None,
         EVEN_K=in_features % tile.inner == 0,
+        GATE=gate or "none",
         BLOCK_N=tile.columns,
         BLOCK_K=tile.inner,
         STEPS=tile.steps,
@@ -103,6 +108,11 @@ def one_row(
     return out
 
 
+def gates(weight: PreparedWeight) -> bool:
+    """Whether a weight's outputs may be gate | up."""
+    return weight.out_features > 0 and weight.out_features % 2 == 0
+
+
 class TritonLinear(PlainLinear):
     """The weight as it is: an own kernel for one row, the vendor's library for the rest."""
 
@@ -110,6 +120,13 @@ class TritonLinear(PlainLinear):
 
     def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         return one_row(x, weight.data, bias) if takes(x, weight.data) else F.linear(x, weight.data, bias)
+
+    def apply_gated(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None, activation: str) -> Tensor | None:
+        """One row; None for others."""
+        gate = KINDS.get(activation)
+        if gate is None or not gates(weight) or not takes(x, weight.data):
+            return None
+        return one_row(x, weight.data, bias, gate=gate)
 
     def apply_wide(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         if takes(x, weight.data):

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.ops.triton.activation_kernels import activate
+
 # What varies from step to step must not make another variant of a kernel.
 VARYING = ("m",)
 
@@ -28,16 +30,16 @@ def prefetch(rows, k, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.con
 @triton.jit
 def one_row_kernel(
     x, w, scale, bias, y, n, k, w_stride,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr, STEPS: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr, STEPS: tl.constexpr, GATE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [k] -> y [n] by fp32 multiply-adds; grid (cdiv(n, BLOCK_N),).
 
     SCALED: w holds int8 numbers, scale [n] what they are multiplied by. STEPS: cdiv(k, BLOCK_K) where that is small,
-    and the loop is written out; else 0.
+    and the loop is written out; else 0. GATE: an activation, or "none"; with one, outputs are gate | up, and y [n / 2]
+    is the gated activation of them.
     """
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < n
+    columns, inside = columns_of(n, BLOCK_N, GATE)
     rows = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
     inner = tl.arange(0, BLOCK_K)
     # The first weights do not depend on what runs before, so they are read before the kernel ahead has ended.
@@ -59,7 +61,36 @@ def one_row_kernel(
         total *= tl.load(scale + columns, mask=inside, other=0.0)
     if BIASED:
         total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + columns, total.to(y.dtype.element_ty), mask=inside)
+    if GATE == "none":
+        tl.store(y + columns, total.to(y.dtype.element_ty), mask=inside)
+    else:
+        store_gated(y, total, n, GATE, BLOCK_N)
+
+
+@triton.jit
+def columns_of(n, BLOCK_N: tl.constexpr, GATE: tl.constexpr):
+    """The columns [BLOCK_N] of a product with n outputs that this program makes, and which of them there are. With a
+    GATE, outputs are gate | up, and each gate stands before its up."""
+    lane = tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) * BLOCK_N + lane
+    inside = column < n
+    if GATE != "none":
+        column = tl.program_id(0) * (BLOCK_N // 2) + lane // 2
+        inside = column < n // 2
+        column += lane % 2 * (n // 2)
+    return column, inside
+
+
+@triton.jit
+def store_gated(y, total, n, GATE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Writes the gated activation of float32 `total` [BLOCK_N], ordered as by `columns_of`, to its place in y [n / 2].
+    Returns what was written, as float32 [BLOCK_N / 2], 0 beyond the end."""
+    gate, up = tl.split(tl.reshape(total, (BLOCK_N // 2, 2)))
+    column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    inside = column < n // 2
+    result = (activate(gate, GATE) * up).to(y.dtype.element_ty)
+    tl.store(y + column, result, mask=inside)
+    return tl.where(inside, result.to(tl.float32), 0.0)
 
 
 @triton.jit
