@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.idle import idle_times
 from benchmarks.serving.shapes import SHAPES
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx import LLM, SamplingParams
 
 
-def kernels_of(work: Any, repeats: int) -> dict[str, tuple[float, float]]:
-    """Name -> (launches, microseconds) of each kernel, a repeat."""
+def kernels_of(work: Any, repeats: int) -> tuple[dict[str, tuple[float, float]], list[dict[str, Any]]]:
+    """Name -> (launches, microseconds) of each kernel, a repeat; and when no kernel ran, see ``idle_times``."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(repeats):
             work()
@@ -30,14 +31,20 @@ def kernels_of(work: Any, repeats: int) -> dict[str, tuple[float, float]]:
     for event in profiled.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             found[event.name].append(event.device_time)
-    return {name: (len(times) / repeats, sum(times) / repeats) for name, times in found.items()}
+    kernels = {name: (len(times) / repeats, sum(times) / repeats) for name, times in found.items()}
+    return kernels, idle_times(profiled.events(), repeats)
 
 
-def show(title: str, kernels: dict[str, tuple[float, float]], limit: int = 16) -> None:
+def show(
+    title: str, found: tuple[dict[str, tuple[float, float]], list[dict[str, Any]]], limit: int = 16, gaps: int = 6
+) -> None:
+    kernels, idle = found
     total = sum(time for _, time in kernels.values())
     print(f"{title}: {total:,.0f} us in kernels")
     for name, (count, time) in sorted(kernels.items(), key=lambda item: -item[1][1])[:limit]:
         print(f"  {time:9,.1f} us  {count:6.1f} x {time / count:8.2f} us  {name[:90]}")
+    for each in idle[: 1 + gaps]:
+        print(f"  {each['ms'] * 1e3:9,.1f} us  {each['calls']:6.1f} x  {each['name']}")
 
 
 def main() -> None:
