@@ -29,6 +29,9 @@ from phalanx import LLM, SamplingParams  # noqa: E402
 from phalanx.bench.machine import machine  # noqa: E402
 from phalanx.engine.staging import Readback  # noqa: E402
 
+BYTES = {None: 2, "fp8": 1, "fp8_weights": 1, "int8": 1, "int4": 0.5}
+"""Of a parameter of the layers, by the setting `quantization`."""
+
 
 class Watched:
     """An LLM whose launched steps are noted."""
@@ -67,7 +70,7 @@ class Watched:
         self.costs = Costs(
             layer_parameters=held - head // world * (1 if model.tied_head else 2),
             head_parameters=head // world,
-            bytes_per_parameter={None: 2, "fp8": 1, "int8": 1, "int4": 0.5}[getattr(llm.config, "quantization", None)],
+            bytes_per_parameter=BYTES[getattr(llm.config, "quantization", None)],
             kv_bytes=sum(g.bytes_per_token for g in group),
             attention_flops=4 * sum(model.local_heads[0] * model.head_dim for _ in range(model.num_layers)),
         )

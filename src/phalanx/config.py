@@ -52,9 +52,9 @@ class EngineConfig(BaseModel):
     """CPU threads of a rank; default: the machine's cores shared out over the ranks."""
     load_format: Literal["auto", "dummy"] = "auto"
     """"dummy" fills the weights with small random numbers (for benchmarks): only the config is read."""
-    quantization: Literal["fp8", "int8", "int4"] | None = None
+    quantization: Literal["fp8", "fp8_weights", "int8", "int4"] | None = None
     """Layout of the weights of attention and MLP projections; head, embeddings and norms stay as they are. "fp8" also
-    quantises what is multiplied with them. None serves all weights in ``dtype``."""
+    quantises what is multiplied with them; "fp8_weights" is the same weights alone. None serves all in ``dtype``."""
 
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """"fp8" keeps keys and values as float8_e4m3fn, unscaled, in half the memory; "auto" in the model's dtype."""

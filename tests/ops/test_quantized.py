@@ -26,7 +26,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-@pytest.mark.parametrize(("layout", "bound"), [("fp8", 0.03), ("int8", 0.01), ("int4", 0.1)])
+@pytest.mark.parametrize(("layout", "bound"), [("fp8", 0.03), ("fp8_weights", 0.03), ("int8", 0.01), ("int4", 0.1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_is_restored_within_the_steps_of_its_layout(layout: str, bound: float, dtype: torch.dtype) -> None:
     weight = drawn(48, 192, dtype=dtype)
@@ -36,8 +36,7 @@ def test_a_weight_is_restored_within_the_steps_of_its_layout(layout: str, bound:
     assert restored.dtype == dtype and 0.002 < error(restored, weight) < bound
     ids = torch.tensor([[0, 47], [3, 3]])
     assert torch.equal(embedding_lookup(prepared, ids), restored[ids])
-    bits = {"fp8": 8, "int8": 8, "int4": 4}[layout]
-    assert prepared.data.nbytes * 8 == weight.numel() * bits
+    assert prepared.data.nbytes * 8 == weight.numel() * (4 if layout == "int4" else 8)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -60,6 +59,12 @@ def test_a_token_does_not_depend_on_those_beside_it() -> None:
     together = linear(x, prepared)
     for row in range(5):
         torch.testing.assert_close(linear(x[row : row + 1], prepared)[0], together[row])
+
+
+def test_fp8_weights_are_those_of_fp8() -> None:
+    both = [prepare_linear(drawn(24, 64), layout=layout) for layout in ("fp8", "fp8_weights")]
+    assert torch.equal(*(one.data.view(torch.uint8) for one in both))
+    assert torch.equal(*(one.aux["scale"] for one in both))
 
 
 def test_int4_takes_the_range_with_the_least_error() -> None:

@@ -48,7 +48,8 @@ class EngineOptions:
         str | None, _engine("--load-format", help="auto, or dummy: random weights of the config's shapes. \\[auto]")
     ] = None
     quantization: Annotated[
-        str | None, _engine("--quantization", help="fp8, int8 or int4 weights of the projections. \\[none]")
+        str | None,
+        _engine("--quantization", help="fp8, fp8_weights, int8 or int4 weights of the projections. \\[none]"),
     ] = None
     kv_cache_dtype: Annotated[
         str | None, _engine("--kv-cache-dtype", help="auto, or fp8: keys and values in half the memory. \\[auto]")

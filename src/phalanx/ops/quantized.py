@@ -3,6 +3,7 @@
 - ``fp8``: e4m3 numbers with a scale for each output, of several the one that fits its numbers best; activations are
   e4m3 too, with a scale by the largest number of each token, whatever their number, so that a token's result does not
   depend on how many stand beside it.
+- ``fp8_weights``: the same weights; activations stay as they are.
 - ``int8``: whole numbers from -127 to 127 with a scale for each output; activations stay as they are.
 - ``int4``: numbers from 0 to 15 with a scale and an offset for each group of inputs of an output: 128 (64, 32 where
   that does not divide them), and 32 for weights of few inputs, since small models lose most.
@@ -13,6 +14,7 @@ Looking up and restoring give what the numbers stand for, which is near the orig
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch.nn import functional as F
 from phalanx.ops import registry
 from phalanx.ops.linear import PreparedWeight
 
-LAYOUTS = ("fp8", "int8", "int4")
+LAYOUTS = ("fp8", "fp8_weights", "int8", "int4")
 FP8_MAX = 448.0
 FP8_ROWS = "triton_fp8"
 """The name of implementations of other ops that leave their rows quantised beside what they return."""
@@ -147,18 +149,37 @@ class QuantizedLinear(ABC):
         return F.embedding(ids, self.restore(weight))
 
 
-class Fp8Linear(QuantizedLinear):
-    """The layout `fp8`: data e4m3 `[out, in]`, aux `scale` float32 `[out]`."""
+class ByteLinear(QuantizedLinear):
+    """Numbers of a byte with a scale for each output: data `[out, in]`, aux `scale` float32 `[out]`."""
 
-    layout = "fp8"
+    layout: ClassVar[str]
+
+    @abstractmethod
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """weight `[out, in]` -> numbers `[out, in]` and scales `[out]`."""
 
     def prepare(self, weight: Tensor) -> PreparedWeight:
-        parts = [quantize_fp8_weight(part) for part in _parts(weight)]
+        parts = [self.quantize(part) for part in _parts(weight)]
         data, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return PreparedWeight(data, "fp8", weight.shape[0], weight.shape[1], weight.dtype, {"scale": scale})
+        return PreparedWeight(data, self.layout, weight.shape[0], weight.shape[1], weight.dtype, {"scale": scale})
+
+
+class Fp8WeightLinear(ByteLinear):
+    """The layout `fp8_weights`: data e4m3."""
+
+    layout = "fp8_weights"
+
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_fp8_weight(weight)
 
     def restore(self, weight: PreparedWeight) -> Tensor:
         return (weight.data.float() * weight.aux["scale"][:, None]).to(weight.dtype)
+
+
+class Fp8Linear(Fp8WeightLinear):
+    """The layout `fp8`: the same weights, multiplied with e4m3 activations."""
+
+    layout = "fp8"
 
     def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         numbers, scale = quantize_fp8(x)
@@ -166,15 +187,13 @@ class Fp8Linear(QuantizedLinear):
         return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
-class Int8Linear(QuantizedLinear):
-    """The layout `int8`: data int8 `[out, in]`, aux `scale` float32 `[out]`."""
+class Int8Linear(ByteLinear):
+    """The layout `int8`: data int8."""
 
     layout = "int8"
 
-    def prepare(self, weight: Tensor) -> PreparedWeight:
-        parts = [quantize_int8(part) for part in _parts(weight)]
-        data, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return PreparedWeight(data, "int8", weight.shape[0], weight.shape[1], weight.dtype, {"scale": scale})
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_int8(weight)
 
     def restore(self, weight: PreparedWeight) -> Tensor:
         out = torch.empty(weight.data.shape, dtype=weight.dtype, device=weight.data.device)
@@ -203,5 +222,5 @@ class Int4Linear(QuantizedLinear):
 
 
 # Below 0: never chosen for a weight that nobody asked to quantise.
-for _backend in (Fp8Linear(), Int8Linear(), Int4Linear()):
+for _backend in (Fp8Linear(), Fp8WeightLinear(), Int8Linear(), Int4Linear()):
     registry.register("linear", _backend.layout, _backend, priority=-20)

@@ -29,6 +29,10 @@ def of(dtype, *names, **others):
     return {name: "*" + dtype for name in names} | {name: "*" + other for name, other in others.items()}
 
 bf16 = of("bf16", "x", "w", "bias", "y")
+of_bytes = [
+    of(dtype, "x", "bias", "y", "out", w=number, scale="fp32")
+    for dtype in ("bf16", "fp16") for number in ("i8", "fp8e4nv")
+]
 fp8 = of("fp8e4nv", "x", "w", x_scale="fp32", scale="fp32", bias="bf16", y="bf16")
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (1024, 2048)]
 for n, k in SHAPES:
@@ -38,9 +42,12 @@ for n, k in SHAPES:
             tile = linear.tile_for(k)
             constants = common | dict(EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
             constants |= dict(SCALED=False, STEPS=tile.steps)
+            kernel = linear_kernels.one_row_kernel
             for gate in ("none", "silu"):
                 types = bf16 | of("fp32", "scale")
-                compiled(linear_kernels.one_row_kernel, types, tile.warps, 3, GATE=gate, **constants)
+                compiled(kernel, types, tile.warps, 3, GATE=gate, **constants)
+            for types in of_bytes:
+                compiled(kernel, types, tile.warps, 3, GATE="none", **constants | dict(SCALED=True))
             tile = fp8_linear.row_tile(n, k, 132)
             constants = common | dict(EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
             constants |= dict(STEPS=tile.steps, ONCE=k <= 8 * tile.inner, PREFETCH=tile.prefetch)
@@ -54,10 +61,10 @@ for n, k in SHAPES:
             compiled(fp8_kernels.fp8_rows_kernel, fp8, 4, tile.stages, **constants)
         tile = quantized_linear.tile_for(rows, n, k, 132)
         constants = common | dict(BLOCK_M=max(16, rows), BLOCK_N=tile.columns, PREFETCH=tile.prefetch)
-        kernel = quantized_kernels.int8_rows_kernel
+        kernel = quantized_kernels.byte_rows_kernel
         even = dict(EVEN_K=True, BLOCK_K=tile.inner)
-        int8 = bf16 | of("fp32", "scale", w="i8")
-        compiled(kernel, int8, tile.warps, tile.stages, **even, **constants)
+        for types in of_bytes:
+            compiled(kernel, types, tile.warps, tile.stages, **even, **constants)
         int4 = bf16 | of("bf16", "scale", "offset", w="u8")
         few = dict(warps=4, stages=5) if rows <= 16 else dict(warps=8, stages=4)
         constants["BLOCK_M"] = min(32, constants["BLOCK_M"])
@@ -74,7 +81,8 @@ compiled(activation_kernels.activation_kernel, of_rows | of("fp32", "maxima"), 4
 for count in (16, 8192):
     with_maxima = quantized | of("fp32", "maxima")
     compiled(fp8_kernels.quantize_part_kernel, with_maxima, 8, 3, BLOCK=2048, COUNT=count, PDL=True)
-compiled(quantized_kernels.restore_int8_kernel, of("bf16", "out", w="i8", scale="fp32"), 4, 3, BLOCK_N=4, BLOCK_K=1024)
+for types in of_bytes:
+    compiled(quantized_kernels.restore_byte_kernel, types, 4, 3, BLOCK_N=4, BLOCK_K=1024)
 compiled(quantized_kernels.restore_int4_kernel, of("bf16", "scale", "offset", "out", w="u8"), 4, 3,
          GROUP=128, BLOCK_N=32, NATIVE=True)
 

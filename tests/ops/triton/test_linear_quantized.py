@@ -10,18 +10,19 @@ from torch import Tensor
 
 from phalanx.ops.activation import reference_gated_activation
 from phalanx.ops.linear import prepare_linear, reader_of
-from phalanx.ops.quantized import LAYOUTS, Fp8Linear, Int4Linear, Int8Linear, quantize_fp8
+from phalanx.ops.quantized import LAYOUTS, Fp8Linear, Fp8WeightLinear, Int4Linear, Int8Linear, quantize_fp8
 from phalanx.ops.triton import activation as activation_module
 from phalanx.ops.triton import fp8_linear, quantized_linear
 from phalanx.ops.triton.activation import gated_activation, gated_activation_fp8
 from phalanx.ops.triton.fp8_linear import Fp8RowTile, TritonFp8, few_rows, one_row, quantize_rows
 from phalanx.ops.triton.fp8_rows import Fp8Rows, leave, left_beside
 from phalanx.ops.triton.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
-from phalanx.ops.triton.quantized_linear import TritonInt4, TritonInt8, restore_int4, restore_int8
+from phalanx.ops.triton.quantized_linear import TritonFp8Weights, TritonInt4, TritonInt8
 from tests.ops.triton import attention_case  # noqa: F401  (completes the interpreter)
 
 BACKENDS = {
     "fp8": (TritonFp8(), Fp8Linear()),
+    "fp8_weights": (TritonFp8Weights(), Fp8WeightLinear()),
     "int8": (TritonInt8(), Int8Linear()),
     "int4": (TritonInt4(), Int4Linear()),
 }
@@ -185,16 +186,16 @@ def test_rows_are_quantised_as_in_plain_pytorch(width: int, kernel_device: torch
     assert error(numbers.float() * scale[:, None], wanted.float() * wanted_scale[:, None]) < bound
 
 
-def test_weights_are_restored(kernel_device: torch.device) -> None:
-    prepared = Int4Linear().prepare(drawn(37, 320).to(kernel_device))
-    assert error(restore_int4(prepared), Int4Linear().restore(prepared)) < 5e-3
-    prepared = Int8Linear().prepare(drawn(37, 1100).to(kernel_device))
-    assert error(restore_int8(prepared), Int8Linear().restore(prepared)) < 5e-3
+@pytest.mark.parametrize(("layout", "in_features"), [("fp8_weights", 1100), ("int8", 1100), ("int4", 320)])
+def test_weights_are_restored(layout: str, in_features: int, kernel_device: torch.device) -> None:
+    kernel, plain = BACKENDS[layout]
+    prepared = plain.prepare(drawn(37, in_features).to(kernel_device))
+    assert error(kernel.restore(prepared), plain.restore(prepared)) < 5e-3
 
 
 @pytest.mark.usefixtures("exact_rounding")
 def test_many_rows_and_none(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_linear, "WEIGHT_ONLY_ROWS", {"int8": 2, "int4": 2})
+    monkeypatch.setattr(quantized_linear, "WEIGHT_ONLY_ROWS", dict.fromkeys(BACKENDS, 2))
     monkeypatch.setattr(fp8_linear, "FEW_ROWS_ODD", 2)
     for layout, (kernel, plain) in BACKENDS.items():
         # Not a multiple of 16, so that fp8 takes the way without the library's scaled product.
@@ -213,3 +214,12 @@ def test_a_gpu_reads_the_layouts_by_kernels(layout: str) -> None:
     assert type(reader_of(layout, device, torch.bfloat16)) is type(BACKENDS[layout][0])
     assert type(reader_of(layout, device, torch.float32)) is type(BACKENDS[layout][1])
     assert type(prepare_linear(drawn(4, 64), layout=layout).backend) is type(BACKENDS[layout][1])
+
+
+def test_a_gpu_too_old_for_e4m3_kernels_multiplies_in_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, kind in (((8, 6), Fp8WeightLinear), ((8, 9), TritonFp8Weights)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert type(reader_of("fp8_weights", device, torch.float16)) is kind
+        assert type(reader_of("int8", device, torch.float16)) is TritonInt8

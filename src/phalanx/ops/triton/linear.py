@@ -69,7 +69,7 @@ def one_row(
 
     Args:
         x: [..., in] of bf16 or fp16 that holds one row.
-        weight: [out, in], rows dense; of x's dtype, or int8 numbers with a `scale`.
+        weight: [out, in], rows dense; of x's dtype, or int8 or e4m3 numbers with a `scale`.
         bias: [out].
         dtype: of the result; x's if None.
         tile: other sizes than those of ``tile_for``.

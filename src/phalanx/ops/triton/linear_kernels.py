@@ -35,7 +35,7 @@ def one_row_kernel(
 ):  # fmt: skip
     """x [k] -> y [n] by fp32 multiply-adds; grid (cdiv(n, BLOCK_N),).
 
-    SCALED: w holds int8 numbers, scale [n] what they are multiplied by. STEPS: cdiv(k, BLOCK_K) where that is small,
+    SCALED: w holds 8-bit numbers, scale [n] what they are multiplied by. STEPS: cdiv(k, BLOCK_K) where that is small,
     and the loop is written out; else 0. GATE: an activation, or "none"; with one, outputs are gate | up, and y [n / 2]
     is the gated activation of them.
     """

@@ -73,13 +73,13 @@ def nibbles(data, TYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=VARYING)
-def int8_rows_kernel(
+def byte_rows_kernel(
     x, w, scale, bias, y, m, n, k, x_stride, w_stride,
     BIASED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Whole numbers of a byte with a scale for each output: x [m, k], w [n, k] -> y [m, n], dense."""
+    """int8 or e4m3 numbers with a scale for each output: x [m, k], w [n, k] -> y [m, n], dense."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < n
     weights = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
@@ -106,7 +106,7 @@ def int8_rows_kernel(
         if PDL:
             acc = tl.dot(a, b.to(a.dtype), acc)
         else:
-            # The interpreter makes no bf16 numbers of whole ones.
+            # The interpreter makes no bf16 numbers of those of a byte.
             acc = tl.dot(a, b.to(tl.float32).to(a.dtype), acc)
     acc *= factor[None, :]
     if BIASED:
@@ -167,14 +167,14 @@ def int4_rows_kernel(
 
 
 @triton.jit
-def restore_int8_kernel(w, scale, out, n, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What whole numbers of a byte stand for: w [n, k] -> out [n, k]; grid (cdiv(k, BLOCK_K), cdiv(n, BLOCK_N))."""
+def restore_byte_kernel(w, scale, out, n, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """What int8 or e4m3 numbers stand for: w [n, k] -> out [n, k]; grid (cdiv(k, BLOCK_K), cdiv(n, BLOCK_N))."""
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = (rows < n)[:, None] & (columns < k)[None, :]
     place = rows.to(tl.int64)[:, None] * k + columns[None, :]
     factor = tl.load(scale + rows, mask=rows < n, other=0.0)
-    value = tl.load(w + place, mask=inside, other=0).to(tl.float32) * factor[:, None]
+    value = tl.load(w + place, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
     tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
 
 

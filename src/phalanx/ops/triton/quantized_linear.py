@@ -1,4 +1,4 @@
-"""Products with int8 and int4 weights on CUDA: few rows by own kernels, many by the vendor's library."""
+"""Products of 16-bit rows with weights in few bits on CUDA: few rows by own kernels, many by the vendor's library."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from phalanx.ops import registry
 from phalanx.ops.linear import PreparedWeight
-from phalanx.ops.quantized import Int4Linear, Int8Linear
+from phalanx.ops.quantized import Fp8WeightLinear, Int4Linear, Int8Linear, QuantizedLinear
 from phalanx.ops.triton.linear import inner_step, one_row, power_below, supports
 from phalanx.ops.triton.quantized_kernels import (
+    byte_rows_kernel,
     int4_rows_kernel,
-    int8_rows_kernel,
+    restore_byte_kernel,
     restore_int4_kernel,
-    restore_int8_kernel,
 )
 from phalanx.ops.triton.support import dense_rows, early_launch, launches_early, multiprocessors
 
-WEIGHT_ONLY_ROWS = {"int8": 64, "int4": 16}
+WEIGHT_ONLY_ROWS = {"fp8_weights": 64, "int8": 64, "int4": 16}
 """Rows up to which weights are widened in registers; above, once, before the library's product. On an H200 that is as
 fast as far as this."""
 
@@ -45,7 +45,7 @@ def tile_for(rows: int, out_features: int, in_features: int, processors: int) ->
 
 
 def few_rows(x: Tensor, weight: PreparedWeight, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
-    """x [rows, in], rows dense, times a weight in the layout int8 or int4 -> [rows, out] of the weight's dtype."""
+    """x [rows, in], rows dense, times a weight in one of the layouts -> [rows, out] of the weight's dtype."""
     rows, in_features, out_features = x.shape[0], weight.in_features, weight.out_features
     out = torch.empty((rows, out_features), dtype=weight.dtype, device=x.device)
     tile = tile or tile_for(rows, out_features, in_features, multiprocessors(x.device))
@@ -71,7 +71,7 @@ def few_rows(x: Tensor, weight: PreparedWeight, bias: Tensor | None, tile: Tile 
             weight.data.stride(0), GROUP=in_features // scale.shape[0], **constants,
         )  # fmt: skip
     else:
-        int8_rows_kernel[grid](
+        byte_rows_kernel[grid](
             x, weight.data, weight.aux["scale"], shift, out, rows, out_features, in_features, x.stride(0),
             weight.data.stride(0), EVEN_K=in_features % tile.inner == 0, BLOCK_K=tile.inner, **constants,
         )  # fmt: skip
@@ -91,35 +91,37 @@ def restore_int4(weight: PreparedWeight) -> Tensor:
     return out
 
 
-def restore_int8(weight: PreparedWeight) -> Tensor:
-    """What an int8 weight stands for, [out, in], in one kernel."""
+def restore_bytes(weight: PreparedWeight) -> Tensor:
+    """What an int8 or e4m3 weight stands for, [out, in], in one kernel."""
     n, k = weight.out_features, weight.in_features
     out = torch.empty((n, k), dtype=weight.dtype, device=weight.data.device)
     if out.numel():
-        restore_int8_kernel[triton.cdiv(k, 1024), triton.cdiv(n, 4)](
+        restore_byte_kernel[triton.cdiv(k, 1024), triton.cdiv(n, 4)](
             weight.data, weight.aux["scale"], out, n, k, BLOCK_N=4, BLOCK_K=1024
         )
     return out
 
 
-class TritonInt8(Int8Linear):
-    """Widened in registers for few rows, as a whole for many."""
+class Widened(QuantizedLinear):
+    """Weights widened in registers for few rows, as a whole for many."""
 
     def restore(self, weight: PreparedWeight) -> Tensor:
-        return restore_int8(weight)
+        return restore_int4(weight) if weight.layout == "int4" else restore_bytes(weight)
 
     def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         return _weight_only(x, weight, bias) if _is_few(x, weight) else super().apply(x, weight, bias)
 
 
-class TritonInt4(Int4Linear):
-    """The same of int4."""
+class TritonFp8Weights(Widened, Fp8WeightLinear):
+    """e4m3 numbers."""
 
-    def restore(self, weight: PreparedWeight) -> Tensor:
-        return restore_int4(weight)
 
-    def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
-        return _weight_only(x, weight, bias) if _is_few(x, weight) else super().apply(x, weight, bias)
+class TritonInt8(Widened, Int8Linear):
+    """Whole numbers of a byte."""
+
+
+class TritonInt4(Widened, Int4Linear):
+    """Numbers of four bits."""
 
 
 def _is_few(x: Tensor, weight: PreparedWeight) -> bool:
@@ -129,10 +131,18 @@ def _is_few(x: Tensor, weight: PreparedWeight) -> bool:
 
 def _weight_only(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
     rows = dense_rows(x, weight)
-    if rows.shape[0] == 1 and weight.layout == "int8":
+    if rows.shape[0] == 1 and weight.layout != "int4":
         return one_row(rows, weight.data, bias, scale=weight.aux["scale"]).view(*x.shape[:-1], weight.out_features)
     return few_rows(rows, weight, bias).view(*x.shape[:-1], weight.out_features)
 
 
-for _backend in (TritonInt8(), TritonInt4()):
-    registry.register("linear", f"{_backend.layout}_triton", _backend, supports=supports, priority=-10)
+def reads_e4m3(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels can read e4m3 numbers as well: Triton has them on GPUs since Ada (8.9), and on older ones the
+    plain back end multiplies. Asked where there is no GPU, it is of a new one."""
+    return supports(device, dtype) and not (
+        torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 9)
+    )
+
+
+for _backend, _supports in ((TritonFp8Weights(), reads_e4m3), (TritonInt8(), supports), (TritonInt4(), supports)):
+    registry.register("linear", f"{_backend.layout}_triton", _backend, supports=_supports, priority=-10)
