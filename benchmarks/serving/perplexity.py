@@ -13,6 +13,9 @@ tokens says whether two runs read the same. ``--text`` reads files instead, each
 A file whose weights are few bits already (a GGUF in Q4, as smollm2 is) makes int4 look free: groups that lie where the
 file's lie find its numbers again. ``--reorder`` brings the model's channels into another, random order. That is the
 same function, and costs fp8 and int8 the same, but int4's groups hold what they would hold in a model of 16 bits.
+
+fp8 of a narrow model, as smollm2 is, quantises weights alone. ``--fp8-activations`` quantises its activations too, as
+those of wider models are.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from torch import Tensor
 from phalanx import LLM, SamplingParams
 from phalanx.bench.machine import machine
 from phalanx.engine.opened_model import OpenedModel
+from phalanx.ops import quantized
 from phalanx.weights import open_source
 
 QUANTIZATIONS = ("fp8", "int8", "int4")
@@ -167,8 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--predictions", type=int, default=1023, help="tokens of a window that are predicted")
     parser.add_argument("--text", type=Path, nargs="+", help="documents in UTF-8, in place of Python's help")
     parser.add_argument("--reorder", action="store_true", help="shuffle the channels of a Llama first")
+    parser.add_argument("--fp8-activations", action="store_true", help="take no model for a narrow one")
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args(arguments)
+    if asked.fp8_activations:
+        quantized.NARROW = 0
 
     opened = OpenedModel(asked.model)
     tokenizer = opened.tokenizer()

@@ -54,7 +54,8 @@ class EngineConfig(BaseModel):
     """"dummy" fills the weights with small random numbers (for benchmarks): only the config is read."""
     quantization: Literal["fp8", "fp8_weights", "int8", "int4"] | None = None
     """Layout of the weights of attention and MLP projections; head, embeddings and norms stay as they are. "fp8" also
-    quantises what is multiplied with them; "fp8_weights" is the same weights alone. None serves all in ``dtype``."""
+    quantises what is multiplied with them, unless the model's hidden size is below 2048: there it is "fp8_weights".
+    None serves all weights in ``dtype``."""
 
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """"fp8" keeps keys and values as float8_e4m3fn, unscaled, in half the memory; "auto" in the model's dtype."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +14,19 @@ from torch import Tensor
 from phalanx.config import ConfigError, engine_config
 from phalanx.distributed.group import SoloGroup
 from phalanx.engine.build import build_engine
+from phalanx.engine.inference_engine import InferenceEngine
 from phalanx.layout.partition import Block, Partition
 from phalanx.models.experts import Experts
 from phalanx.models.layers import Embedding, Linear, PreparedParameter, Unembedding, as_prepared
 from phalanx.models.placement import Placement
+from phalanx.ops import quantized
 from phalanx.ops.linear import linear, restore_weight
 from phalanx.ops.quantized import LAYOUTS, quantize_int8
 from phalanx.weights import WeightError
 from tests.models.tiny import llama, llama_config
 
 IDS = [3, 4, 5, 6, 7, 8]
+SETTINGS: dict[str, Any] = {"num_blocks": 8, "max_model_len": 32}
 CPU = torch.device("cpu")
 
 
@@ -34,6 +38,14 @@ class Rank(SoloGroup):
 
 def placement(quantization: str | None, group: SoloGroup | None = None, **forced: str) -> Placement:
     return Placement(group or SoloGroup(), CPU, torch.float32, forced, quantization)
+
+
+def placed(
+    quantization: str, hidden_size: int, group: SoloGroup | None = None, device: torch.device = CPU
+) -> Placement:
+    """As an engine places a model of this hidden size."""
+    settings = engine_config(quantization=quantization)
+    return Placement.of(settings, group or SoloGroup(), device, torch.bfloat16, hidden_size)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -79,8 +91,31 @@ def test_refusals() -> None:
         placement(None, linear="int8")
     with pytest.raises(ValueError, match="quantization='int4' is not there for models with experts"):
         Experts(placement("int4"), 2, 1, True, 64, 64, True, lambda x: x)
+    narrow = Placement(SoloGroup(), CPU, torch.float32, {}, "fp8", hidden_size=64)
+    with pytest.raises(ValueError, match="quantization='fp8' is not there for models with experts"):
+        Experts(narrow, 2, 1, True, 64, 64, True, lambda x: x)
     with pytest.raises(ConfigError, match="quantization"):
         engine_config(quantization="int3")
+
+
+def test_fp8_of_a_narrow_model_is_of_weights_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "phalanx")
+    for group in (SoloGroup(), Rank()):
+        assert placed("fp8", 2048, group).quantization == "fp8"
+        assert placed("int8", 64, group).quantization == "int8"
+    assert not caplog.messages
+    assert placed("fp8", 2047).quantization == "fp8_weights"
+    assert ["quantises weights alone, as 'fp8_weights'" in message for message in caplog.messages] == [True]
+
+
+def test_rows_are_left_in_e4m3_only_for_products_that_read_them() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    import phalanx.ops.triton  # noqa: F401
+
+    device = torch.device("cuda")
+    assert set(placed("fp8", 4096, device=device).forced) == {"rms_norm", "add_rms_norm", "gated_activation"}
+    assert not placed("fp8", 1024, device=device).forced
+    assert not placed("fp8_weights", 4096, device=device).forced
 
 
 @pytest.fixture(scope="module")
@@ -89,25 +124,56 @@ def small_llama() -> Any:
     return llama(llama_config(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def layouts(engine: InferenceEngine) -> set[str]:
+    """Of the projections of the first layer."""
+    return {engine.model.layers[0].finalized()[name].layout for name in ("qkv", "attn_out", "mlp_1", "mlp_2")}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "layout"),
+    [("fp8", "fp8_weights"), ("fp8_weights", "fp8_weights"), ("int8", "int8"), ("int4", "int4")],
+)
 def test_a_quantised_model_answers_nearly_the_same_and_is_saved_as_it_is(
-    layout: str, small_llama: Any, tmp_path: Path
+    quantization: str, layout: str, small_llama: Any, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"num_blocks": 8, "max_model_len": 32}
-    plain = build_engine(small_llama, **settings).put([0], [IDS])
-    engine = build_engine(small_llama, quantization=layout, **settings)
+    plain = build_engine(small_llama, **SETTINGS).put([0], [IDS])
+    engine = build_engine(small_llama, quantization=quantization, **SETTINGS)
     found = engine.put([0], [IDS])
-    assert {engine.model.layers[0].finalized()[n].layout for n in ("qkv", "attn_out", "mlp_1", "mlp_2")} == {layout}
+    assert layouts(engine) == {layout}
     assert engine.model.outer.word_emb.layout not in LAYOUTS
     assert 0 < float((found - plain).norm() / plain.norm()) < 0.3
     engine.serialize(str(tmp_path))
-    assert torch.equal(build_engine(tmp_path, **settings).put([0], [IDS]), found)
-    assert torch.equal(build_engine(tmp_path, quantization=layout, **settings).put([0], [IDS]), found)
-    other = next(name for name in LAYOUTS if name != layout)
+    for same in (None, quantization, layout):
+        assert torch.equal(build_engine(tmp_path, quantization=same, **SETTINGS).put([0], [IDS]), found)
+    other = next(name for name in ("int8", "int4") if name != layout)
     with pytest.raises(
         WeightError, match=f"serialised with quantization='{layout}', this engine has quantization='{other}'"
     ):
-        build_engine(tmp_path, quantization=other, **settings)
+        build_engine(tmp_path, quantization=other, **SETTINGS)
+
+
+def test_a_narrow_model_that_was_saved_with_fp8_activations_is_served_as_it_was_written(
+    small_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as before:
+        before.setattr(quantized, "NARROW", 0)
+        engine = build_engine(small_llama, quantization="fp8", **SETTINGS)
+    assert layouts(engine) == {"fp8"}
+    engine.serialize(str(tmp_path))
+    assert torch.equal(build_engine(tmp_path, **SETTINGS).put([0], [IDS]), engine.put([0], [IDS]))
+    with pytest.raises(WeightError, match="serialised with quantization='fp8', this engine has quantization='fp8_weig"):
+        build_engine(tmp_path, quantization="fp8", **SETTINGS)
+
+
+def test_fp8_of_a_wide_model_quantises_activations_too() -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    wide = llama(llama_config(**sizes))
+    plain = build_engine(wide, **SETTINGS).put([0], [IDS])
+    engine = build_engine(wide, quantization="fp8", **SETTINGS)
+    assert layouts(engine) == {"fp8"}
+    weights_alone = build_engine(wide, quantization="fp8_weights", **SETTINGS).put([0], [IDS])
+    both, alone = (float((found - plain).norm() / plain.norm()) for found in (engine.put([0], [IDS]), weights_alone))
+    assert 0 < alone < both < 0.3
 
 
 def test_batch_invariance_is_refused_where_a_gpu_does_not_keep_it() -> None:

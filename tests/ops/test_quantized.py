@@ -15,6 +15,7 @@ from phalanx.ops.quantized import (
     quantize_fp8_weight,
     quantize_int4,
     unpack_int4,
+    weight_layout,
 )
 
 
@@ -65,6 +66,23 @@ def test_fp8_weights_are_those_of_fp8() -> None:
     both = [prepare_linear(drawn(24, 64), layout=layout) for layout in ("fp8", "fp8_weights")]
     assert torch.equal(*(one.data.view(torch.uint8) for one in both))
     assert torch.equal(*(one.aux["scale"] for one in both))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "hidden_size", "layout"),
+    [
+        ("fp8", 2047, "fp8_weights"),
+        ("fp8", 2048, "fp8"),
+        ("fp8", None, "fp8"),
+        ("fp8_weights", 8192, "fp8_weights"),
+        ("int8", 64, "int8"),
+        (None, 64, None),
+    ],
+)
+def test_fp8_of_a_narrow_model_is_of_weights_alone(
+    quantization: str | None, hidden_size: int | None, layout: str | None
+) -> None:
+    assert weight_layout(quantization, hidden_size) == layout
 
 
 def test_int4_takes_the_range_with_the_least_error() -> None:

@@ -57,8 +57,8 @@ class TransformerModel(Traits):
         self.group = group
         self.device = device_of(engine_config, group)
         self.dtype = self._dtype()
-        self.placement = Placement.of(engine_config, group, self.device, self.dtype)
         self.check_traits()
+        self.placement = Placement.of(engine_config, group, self.device, self.dtype, self.hidden_size)
         self.norm = self.make_norm_layer()
         self.qkv = self.make_qkv_layer()
         self.attention = [self.make_attn_layer(layer) for layer in range(self.num_layers)]

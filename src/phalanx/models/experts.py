@@ -73,7 +73,7 @@ class Experts:
     ) -> None:
         if placement.quantization is not None:
             raise ValueError(
-                f"quantization={placement.quantization!r} is not there for models with experts: leave it out"
+                f"quantization={placement.asked_quantization!r} is not there for models with experts: leave it out"
             )
         if placement.batch_invariant and placement.device.type == "cuda":
             raise ValueError("batch_invariant is not there for models with experts on a GPU: leave it out")

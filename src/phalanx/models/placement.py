@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from phalanx.distributed.group import Group
 from phalanx.layout.partition import Partition, local_shape, shard_into
 from phalanx.models.hf_config import ModelConfigError
 from phalanx.ops import registry
-from phalanx.ops.quantized import FP8_ROWS
+from phalanx.ops.quantized import FP8_ROWS, NARROW, weight_layout
 from phalanx.ops.quantized import LAYOUTS as QUANTIZED_LAYOUTS
+
+log = logging.getLogger("phalanx")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What a checkpoint's tensors may be; anything else would need its scales."""
@@ -29,9 +32,14 @@ class Placement:
         group: the tensor-parallel group.
         device, dtype: of parameters and activations.
         forced: op -> implementation name.
-        quantization: the layout of the projections' weights, as in EngineConfig; None leaves them as they are.
+        quantization: of the projections' weights, as in EngineConfig; None leaves them as they are.
         kv_dtype: of cached keys and values; None: as activations.
         batch_invariant: only products and attention whose results for a row do not depend on others.
+        hidden_size: of the whole model, which decides what quantization="fp8" means; None takes it for a wide one.
+
+    Attributes:
+        quantization: the layout that the weights get, "fp8_weights" where "fp8" was asked for a narrow model.
+        asked_quantization: as it was given, for what is said to the user.
 
     Raises:
         ValueError: an unknown op, or an implementation that is unknown or not for this device and dtype; a forced
@@ -47,6 +55,7 @@ class Placement:
         quantization: str | None = None,
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
+        hidden_size: int | None = None,
     ) -> None:
         self.group = group
         self.device = device
@@ -61,10 +70,11 @@ class Placement:
                 raise ValueError(f"batch_invariant chooses {INVARIANT_OPS}, but ops force {against}: leave out one")
             forced = {**forced, **INVARIANT_OPS}
         self.fuses_gates = "gated_activation" not in forced
-        if quantization == "fp8":
+        self.asked_quantization = quantization
+        self.quantization = weight_layout(quantization, hidden_size)
+        if self.quantization == "fp8":
             forced = {**fp8_ops(device, dtype), **forced}
         self.forced = forced
-        self.quantization = quantization
         for name in forced:
             self.op(name)
         linear_layer = forced.get("linear")
@@ -80,10 +90,22 @@ class Placement:
             )
 
     @classmethod
-    def of(cls, config: EngineConfig, group: Group, device: torch.device, dtype: torch.dtype) -> Placement:
-        """As an engine's settings say."""
+    def of(
+        cls, config: EngineConfig, group: Group, device: torch.device, dtype: torch.dtype, hidden_size: int
+    ) -> Placement:
+        """As an engine's settings say, for a model of this hidden size (the whole one, not a rank's part)."""
         kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
-        return cls(group, device, dtype, dict(config.ops), config.quantization, kv_dtype, config.batch_invariant)
+        placement = cls(
+            group, device, dtype, dict(config.ops), config.quantization, kv_dtype, config.batch_invariant, hidden_size
+        )
+        if group.rank == 0 and placement.quantization != config.quantization:
+            log.info(
+                "the model's hidden size is below %d: quantization=%r quantises weights alone, as %r",
+                NARROW,
+                config.quantization,
+                placement.quantization,
+            )
+        return placement
 
     def cut(self, value: Any, partition: Partition, dtype: torch.dtype | None = None) -> Tensor:
         """This rank's part of a full tensor (or lazy file tensor), in the model's dtype, on its device.

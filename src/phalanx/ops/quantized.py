@@ -3,7 +3,7 @@
 - ``fp8``: e4m3 numbers with a scale for each output, of several the one that fits its numbers best; activations are
   e4m3 too, with a scale by the largest number of each token, whatever their number, so that a token's result does not
   depend on how many stand beside it.
-- ``fp8_weights``: the same weights; activations stay as they are.
+- ``fp8_weights``: the same weights; activations stay as they are. What ``fp8`` means for narrow models.
 - ``int8``: whole numbers from -127 to 127 with a scale for each output; activations stay as they are.
 - ``int4``: numbers from 0 to 15 with a scale and an offset for each group of inputs of an output: 128 (64, 32 where
   that does not divide them), and 32 for weights of few inputs, since small models lose most.
@@ -24,6 +24,8 @@ from phalanx.ops import registry
 from phalanx.ops.linear import PreparedWeight
 
 LAYOUTS = ("fp8", "fp8_weights", "int8", "int4")
+NARROW = 2048
+"""Models of a smaller hidden size gain little by products of 8 bits, and lose most by activations of 8 bits."""
 FP8_MAX = 448.0
 FP8_ROWS = "triton_fp8"
 """The name of implementations of other ops that leave their rows quantised beside what they return."""
@@ -36,6 +38,13 @@ WIDE = 2304
 RANGES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
 # Elements that are quantised at a time, so that what comes between stays small beside a weight.
 CHUNK = 1 << 24
+
+
+def weight_layout(quantization: str | None, hidden_size: int | None) -> str | None:
+    """The layout that a setting ``quantization`` means for a model of this hidden size (the whole one, so that it is
+    the same for any number of ranks): "fp8" is "fp8_weights" below NARROW. None: of unknown size."""
+    narrow = hidden_size is not None and hidden_size < NARROW
+    return "fp8_weights" if quantization == "fp8" and narrow else quantization
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
