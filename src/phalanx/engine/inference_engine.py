@@ -41,6 +41,10 @@ class SchedulingResult(enum.Enum):
     """A sequence would grow past ``max_model_len``."""
 
 
+FEW_TOKENS = (1, 8, 16, 32, 64)
+"""Steps of up to so many tokens run kernels of their own, which are compiled at the start too."""
+
+
 class SchedulingError(RuntimeError):
     """A ``put`` that cannot run; nothing was changed.
 
@@ -215,6 +219,9 @@ class InferenceEngine:
     def _warm_up(self) -> None:
         """Everything that is compiled or set up at a first use, and the graphs: no request waits for it later."""
         self.runner.profile(self.token_budget, self.max_num_seqs, self.model.num_layers)
+        for tokens in FEW_TOKENS:
+            if tokens <= min(self.token_budget, self.max_model_len):
+                self.runner.profile(tokens, 1)
         if self.scheduled and self.model.engine_config.cuda_graphs and self.group.capturable:
             with progress("capturing CUDA graphs", shown=self.group.rank == 0) as report:
                 self.runner.capture(self.max_num_seqs, report)

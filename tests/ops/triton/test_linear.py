@@ -11,7 +11,7 @@ from phalanx.ops.activation import reference_gated_activation
 from phalanx.ops.linear import PlainLinear, PreparedWeight, gated_linear, linear, prepare_linear
 from phalanx.ops.triton import linear as triton_linear
 from phalanx.ops.triton.activation_kernels import KINDS
-from phalanx.ops.triton.linear import RowTile, one_row, takes, tile_for
+from phalanx.ops.triton.linear import RowsTile, RowTile, few_rows, few_rows_tile, one_row, rows_tile, takes, tile_for
 from tests.ops.triton import attention_case  # noqa: F401  (completes the interpreter)
 
 SMALL = RowTile(16, 64, 1, 0)
@@ -85,6 +85,66 @@ def test_where_a_product_is_gated_at_once(kernel_device: torch.device) -> None:
     assert backend.apply_gated(x[:1], prepared, bias, "hardswish") is None
     assert backend.apply_gated(x[:1], backend.prepare(weight[:31]), None, "silu") is None
     assert gated_linear(x[:1], prepare_linear(weight, forced="plain"), None, "silu") is None
+
+
+TILES = [
+    RowsTile(8, 64, 64, 2, True),
+    RowsTile(16, 128, 32, 2, True, 64),
+    RowsTile(16, 32, 64, 3, False, 64),
+    RowsTile(32, 64, 32, 2, True),
+    RowsTile(64, 64, 64, 2, False),
+    RowsTile(64, 128, 32, 2, True),
+]
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(2, 48, 128), (7, 130, 100), (70, 34, 64)])
+def test_a_few_rows_equal_the_formula(
+    dtype: torch.dtype, tile: RowsTile, rows: int, out_features: int, in_features: int, kernel_device: torch.device
+) -> None:
+    x, weight, bias = drawn(rows, out_features, in_features, dtype, kernel_device)
+    product = x.double() @ weight.double().T
+    assert error(few_rows(x, weight, None, dtype, tile)[0], product) < 1e-2
+    wide, _ = few_rows(x, weight, bias, torch.float32, tile)
+    assert wide.dtype == torch.float32 and error(wide, product + bias.double()) < 1e-5
+    gated, _ = few_rows(x, weight, bias, dtype, tile, gate="silu")
+    assert gated.shape == (rows, out_features // 2)
+    assert error(gated, reference_gated_activation(product + bias.double(), "silu")) < 1e-2
+
+
+def test_which_products_have_a_few_rows(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = triton_linear.TritonLinear()
+    x, weight, bias = drawn(5, 4608, 256, torch.bfloat16, kernel_device)
+    prepared = backend.prepare(weight)
+    product = x.double() @ weight.double().T + bias.double()
+    gated = reference_gated_activation(product, "gelu")
+    if kernel_device.type == "cpu":
+        assert few_rows_tile(x, prepared) is None
+        monkeypatch.setattr(triton_linear, "launches_early", lambda device: True)
+    assert few_rows_tile(x, prepared) == rows_tile(5, 4608, 256, 132) is not None
+    for other in (x[:1], x[:0], x[:, 1:], x.float(), x[None], drawn(65, 4608, 256, torch.bfloat16, kernel_device)[0]):
+        assert few_rows_tile(other, prepared) is None
+    if kernel_device.type == "cpu":
+        # Interpreted kernels take no part in early launches.
+        monkeypatch.setattr("phalanx.ops.triton.support.launches_early", lambda device: False)
+    assert error(backend.apply(x, prepared, bias), product) < 1e-2
+    found = backend.apply_gated(x, prepared, bias, "gelu")
+    assert found is not None and error(found, gated) < 1e-2
+    assert backend.apply_gated(x[None], prepared, bias, "gelu") is None
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+def test_sizes_of_a_few_rows_are_ones_that_the_kernel_takes(out_features: int, in_features: int) -> None:
+    found = {rows: rows_tile(rows, out_features, in_features, 132) for rows in range(2, 65)}
+    for rows, tile in found.items():
+        if tile is not None:
+            assert tile.rows >= rows and in_features % tile.inner == 0
+            # What a program of a Hopper GPU can have.
+            assert (tile.rows + tile.columns) * tile.inner * 2 * tile.stages <= 232448
+    assert found[16] is not None and found[64] is not None
+    assert rows_tile(16, 1024, in_features, 132) is None and rows_tile(16, out_features, 1000, 132) is None
 
 
 def test_what_the_kernels_take() -> None:

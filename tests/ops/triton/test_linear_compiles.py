@@ -48,7 +48,7 @@ for n, k in SHAPES:
                 compiled(kernel, types, tile.warps, 3, GATE=gate, **constants)
             for types in of_bytes:
                 compiled(kernel, types, tile.warps, 3, GATE="none", **constants | dict(SCALED=True))
-            tile = fp8_linear.row_tile(n, k, 132)
+            tile = fp8_linear.row_tile(k)
             constants = common | dict(EVEN_K=True, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
             constants |= dict(STEPS=tile.steps, ONCE=k <= 8 * tile.inner, PREFETCH=tile.prefetch)
             for gate in ("none", "silu"):
@@ -57,8 +57,16 @@ for n, k in SHAPES:
         else:
             tile = fp8_linear.rows_tile(rows, n, k, 132)
             constants = common | dict(EVEN_K=True, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
-            constants |= dict(SWAPPED=tile.swapped, PREFETCH=tile.prefetch)
-            compiled(fp8_kernels.fp8_rows_kernel, fp8, 4, tile.stages, **constants)
+            constants |= dict(SWAPPED=tile.swapped, PREFETCH=tile.prefetch, STEP=128, SCALED=True)
+            for gate in ("none", "silu"):
+                types = fp8 | of("fp32", "maxima")
+                compiled(linear_kernels.few_rows_kernel, types, 4, tile.stages, GATE=gate, **constants)
+            tile = linear.rows_tile(rows, n, k, 132)
+            for gate in ("none", "silu") if tile else ():
+                constants = common | dict(EVEN_K=True, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
+                constants |= dict(SWAPPED=tile.swapped, PREFETCH=tile.prefetch, STEP=64, SCALED=False, GATE=gate)
+                types = bf16 | of("fp32", "x_scale", "scale", "maxima")
+                compiled(linear_kernels.few_rows_kernel, types, 4, tile.stages, **constants)
         tile = quantized_linear.tile_for(rows, n, k, 132)
         constants = common | dict(BLOCK_M=max(16, rows), BLOCK_N=tile.columns, PREFETCH=tile.prefetch)
         kernel = quantized_kernels.byte_rows_kernel

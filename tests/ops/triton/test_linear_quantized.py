@@ -120,15 +120,36 @@ def test_a_gated_row_of_fp8(
     assert torch.equal(rows.numbers.view(torch.uint8), same.view(torch.uint8))
 
 
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(2, 140, 64), (20, 36, 512), (33, 20000, 64)])
+def test_a_few_gated_rows_of_fp8(rows: int, out_features: int, in_features: int, kernel_device: torch.device) -> None:
+    prepared = Fp8Linear().prepare((drawn(out_features, in_features) / in_features**0.5).to(kernel_device))
+    numbers, scale = quantize_fp8(drawn(rows, in_features).to(kernel_device))
+    product = (numbers.double() * scale[:, None]) @ (prepared.data.double() * prepared.aux["scale"][:, None]).T
+    found = few_rows(numbers, scale, prepared, None, gate="silu")
+    assert error(found, reference_gated_activation(product, "silu")) < 1e-2
+    beside = left_beside(found)
+    assert beside is not None
+    same, same_scale = quantize_rows(found)
+    assert torch.equal(beside.scale, same_scale)
+    assert torch.equal(beside.numbers.view(torch.uint8), same.view(torch.uint8))
+
+
 @pytest.mark.usefixtures("exact_rounding")
-def test_where_a_row_of_fp8_is_gated_at_once(kernel_device: torch.device) -> None:
-    prepared, bias = Fp8Linear().prepare(drawn(32, 64).to(kernel_device)), drawn(32).to(kernel_device)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_a_quantised_row_is_gated_at_once(layout: str, kernel_device: torch.device) -> None:
+    kernel, plain = BACKENDS[layout]
+    prepared, bias = plain.prepare(drawn(32, 64).to(kernel_device)), drawn(32).to(kernel_device)
     x = drawn(2, 64).to(kernel_device)
-    found = TritonFp8().apply_gated(x[:1], prepared, bias, "gelu")
-    wanted = reference_gated_activation(Fp8Linear().apply(x[:1].float(), prepared, bias), "gelu")
-    assert found is not None and error(found, wanted) < 1e-2 and left_beside(found) is not None
-    assert TritonFp8().apply_gated(x, prepared, bias, "gelu") is None
-    assert TritonFp8().apply_gated(x[:1], prepared, bias, "hardswish") is None
+    found = kernel.apply_gated(x[:1], prepared, bias, "gelu")
+    if layout == "int4":
+        assert found is None
+        return
+    wide = replace(prepared, dtype=torch.float32)
+    wanted = reference_gated_activation(plain.apply(x[:1].float(), wide, bias.float()), "gelu")
+    assert found is not None and error(found, wanted) < 1e-2
+    assert (left_beside(found) is not None) == (layout == "fp8")
+    assert (kernel.apply_gated(x, prepared, bias, "gelu") is None) == (layout != "fp8" or kernel_device.type == "cpu")
+    assert kernel.apply_gated(x[:1], prepared, bias, "hardswish") is None
 
 
 def test_sums_in_fp16_do_not_overflow(kernel_device: torch.device) -> None:

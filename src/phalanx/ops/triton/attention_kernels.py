@@ -181,21 +181,22 @@ def decode_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    # All at once: one that waited for another would take as long again.
+    last_row = tl.load(cu_seqlens + num_sequences)
+    known = tl.minimum(sequence, num_sequences - 1)
+    row = tl.load(cu_seqlens + known).to(tl.int64)
+    row_after = tl.load(cu_seqlens + known + 1)
+    context = tl.load(seq_lens + known)
     dims = tl.arange(0, BLOCK_D)
     members = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP + members
     real = (members < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
     places = heads[:, None] * HEAD_SIZE + dims[None, :]
     row_size = KV_HEADS * GROUP * HEAD_SIZE
-    if split == 0 and sequence < num_rows:  # noqa: SIM102 - Triton's `and` would load for every row
-        if sequence >= tl.load(cu_seqlens + num_sequences):
-            zeros = tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty)
-            tl.store(out + sequence.to(tl.int64) * row_size + places, zeros, mask=real)
-    if sequence >= num_sequences:
-        return
-    row = tl.load(cu_seqlens + sequence).to(tl.int64)
-    context = tl.load(seq_lens + sequence)
-    if tl.load(cu_seqlens + sequence + 1) - row != 1:
+    if split == 0 and sequence < num_rows and sequence >= last_row:
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty)
+        tl.store(out + sequence.to(tl.int64) * row_size + places, zeros, mask=real)
+    if sequence >= num_sequences or row_after - row != 1:
         return
     begin, aligned, size, live = splits_of(context, window, num_splits, min_blocks, BLOCK_N, WINDOW)
     if split >= live:
@@ -242,6 +243,16 @@ def decode_kernel(
         tl.store(stats + part * 2 + 1, total, mask=members < GROUP)
 
 
+@triton.jit
+def load_splits(parts, stats, part, split, end, dims, HEAD_SIZE: tl.constexpr):
+    """(peaks [S], totals [S], sums [S, D]) of the splits `split` [S] before `end`."""
+    there = split < end
+    peaks = tl.load(stats + (part + split) * 2, mask=there, other=0.0)
+    totals = tl.load(stats + (part + split) * 2 + 1, mask=there, other=0.0)
+    wanted = there[:, None] & (dims < HEAD_SIZE)[None, :]
+    return peaks, totals, tl.load(parts + (part + split)[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
+
+
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def merge_kernel(
     parts,
@@ -267,30 +278,30 @@ def merge_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.load(cu_seqlens + sequence).to(tl.int64)
+    row_after = tl.load(cu_seqlens + sequence + 1)
     context = tl.load(seq_lens + sequence)
-    if tl.load(cu_seqlens + sequence + 1) - row != 1:
+    dims = tl.arange(0, BLOCK_D)
+    part = (sequence.to(tl.int64) * HEADS + head) * num_splits
+    # Read before it is known how many there are: one that waited for another would take as long again.
+    split = tl.arange(0, AT_ONCE)
+    peaks, totals, sums = load_splits(parts, stats, part, split, num_splits, dims, HEAD_SIZE)
+    if row_after - row != 1:
         return
     _, _, _, live = splits_of(context, window, num_splits, min_blocks, BLOCK_N, WINDOW)
     if live == 1:
         return
-    dims = tl.arange(0, BLOCK_D)
-    part = (sequence.to(tl.int64) * HEADS + head) * num_splits
     acc = tl.zeros([BLOCK_D], tl.float32)
     total = 0.0
     peak = float("-inf")
     for first in tl.range(0, live, AT_ONCE):
-        split = first + tl.arange(0, AT_ONCE)
-        there = split < live
-        peaks = tl.load(stats + (part + split) * 2, mask=there, other=float("-inf"))
-        totals = tl.load(stats + (part + split) * 2 + 1, mask=there, other=0.0)
-        wanted = there[:, None] & (dims < HEAD_SIZE)[None, :]
-        sums = tl.load(parts + (part + split)[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
-        new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        weights = tl.exp2(peaks - new_peak)
+        there = first + split < live
+        new_peak = tl.maximum(peak, tl.max(tl.where(there, peaks, float("-inf")), 0))
+        weights = tl.where(there, tl.exp2(peaks - new_peak), 0.0)
         shrink = tl.exp2(peak - new_peak)
-        acc = acc * shrink + tl.sum(sums * weights[:, None], 0)
-        total = total * shrink + tl.sum(totals * weights, 0)
+        acc = acc * shrink + tl.sum(tl.where(there[:, None], sums * weights[:, None], 0.0), 0)
+        total = total * shrink + tl.sum(tl.where(there, totals * weights, 0.0), 0)
         peak = new_peak
+        peaks, totals, sums = load_splits(parts, stats, part, first + AT_ONCE + split, live, dims, HEAD_SIZE)
     result = acc * (1.0 / total)
     place = out + (row * HEADS + head) * HEAD_SIZE + dims
     tl.store(place, result.to(out.dtype.element_ty), mask=dims < HEAD_SIZE)

@@ -9,7 +9,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.ops.triton.activation_kernels import activate
 from phalanx.ops.triton.linear_kernels import columns_of, prefetch, row_part, store_gated, x_part
 
-VARYING = ("m",)
 # Products that are summed in fp16 before they go to a sum in fp32.
 IN_HALF = tl.constexpr(8)
 
@@ -164,6 +163,7 @@ def fp8_row_kernel(
     columns, inside = columns_of(n, BLOCK_N, GATE)
     rows = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
     inner = tl.arange(0, BLOCK_K)
+    factor = tl.load(scale + columns, mask=inside, other=0.0)
     if STEPS > 0:
         ahead = row_part(rows, inner, k, EVEN_K)
     elif PDL and PREFETCH > 0:
@@ -171,6 +171,7 @@ def fp8_row_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    factor *= tl.load(x_scale) * 512.0
     if STEPS > 0:
         acc = few_products(x, rows, ahead, 0, k, k, STEPS, True, EVEN_K, BLOCK_N, BLOCK_K, PDL)
     elif ONCE:
@@ -180,7 +181,7 @@ def fp8_row_kernel(
         for first in tl.range(0, k, IN_HALF * BLOCK_K):
             last = tl.minimum(first + IN_HALF * BLOCK_K, k)
             acc += few_products(x, rows, rows, first, last, k, 0, False, EVEN_K, BLOCK_N, BLOCK_K, PDL)
-    total = tl.sum(acc, 1) * tl.load(scale + columns, mask=inside, other=0.0) * (tl.load(x_scale) * 512.0)
+    total = tl.sum(acc, 1) * factor
     if BIASED:
         total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     if GATE == "none":
@@ -188,61 +189,3 @@ def fp8_row_kernel(
     else:
         result = store_gated(y, total, n, GATE, BLOCK_N)
         tl.store(maxima + tl.program_id(0), tl.max(tl.abs(result), 0))
-
-
-@triton.jit(do_not_specialize=VARYING)
-def fp8_rows_kernel(
-    x, x_scale, w, scale, bias, y, m, n, k, x_stride, w_stride,
-    BIASED: tl.constexpr, EVEN_K: tl.constexpr, SWAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
-):  # fmt: skip
-    """Some rows: x e4m3 [m, k], x_scale float32 [m], w e4m3 [n, k], scale float32 [n] -> y [m, n], dense.
-
-    SWAPPED: y's columns are the tall side of the product: the matrix units take 64 of them and few rows.
-    """
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < n
-    weights = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
-    if PDL:
-        gdc_launch_dependents()
-        if PREFETCH > 0:
-            prefetch(weights, k, BLOCK_N, PREFETCH, 128)
-        gdc_wait()
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = rows < m
-    row_at = x + tl.minimum(rows, m - 1).to(tl.int64) * x_stride
-    inner = tl.arange(0, BLOCK_K)
-    if SWAPPED:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        w_at, x_at = weights[:, None] + inner[None, :], row_at[None, :] + inner[:, None]
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        w_at, x_at = weights[None, :] + inner[:, None], row_at[:, None] + inner[None, :]
-    for start in tl.range(0, k, BLOCK_K):
-        there = start + inner < k
-        if EVEN_K:
-            a = tl.load(x_at + start)
-            b = tl.load(w_at + start)
-        elif SWAPPED:
-            a = tl.load(x_at + start, mask=there[:, None], other=0.0)
-            b = tl.load(w_at + start, mask=there[None, :], other=0.0)
-        else:
-            a = tl.load(x_at + start, mask=there[None, :], other=0.0)
-            b = tl.load(w_at + start, mask=there[:, None], other=0.0)
-        # The matrix units sum e4m3 products in few bits: each step's sum goes to fp32.
-        if SWAPPED:
-            acc = tl.dot(b, a, acc, max_num_imprecise_acc=BLOCK_K)
-        else:
-            acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)
-    x_factor = tl.load(x_scale + rows, mask=real, other=0.0)
-    factor = tl.load(scale + columns, mask=inside, other=0.0)
-    shift = tl.zeros((BLOCK_N,), tl.float32)
-    if BIASED:
-        shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    if SWAPPED:
-        acc = acc * x_factor[None, :] * factor[:, None] + shift[:, None]
-        y_at, kept = y + rows.to(tl.int64)[None, :] * n + columns[:, None], inside[:, None] & real[None, :]
-    else:
-        acc = acc * x_factor[:, None] * factor[None, :] + shift[None, :]
-        y_at, kept = y + rows.to(tl.int64)[:, None] * n + columns[None, :], real[:, None] & inside[None, :]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=kept)

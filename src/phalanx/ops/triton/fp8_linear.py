@@ -12,16 +12,16 @@ from torch.nn import functional as F
 from phalanx.ops import registry
 from phalanx.ops.linear import PreparedWeight
 from phalanx.ops.quantized import Fp8Linear
+from phalanx.ops.triton import linear
 from phalanx.ops.triton.activation_kernels import KINDS
 from phalanx.ops.triton.fp8_kernels import IN_HALF as _IN_HALF
 from phalanx.ops.triton.fp8_kernels import (
     fp8_row_kernel,
-    fp8_rows_kernel,
     quantize_part_kernel,
     quantize_rows_kernel,
 )
 from phalanx.ops.triton.fp8_rows import Fp8Rows, leave, left_beside
-from phalanx.ops.triton.linear import gates, inner_step, power_below, supports
+from phalanx.ops.triton.linear import RowsTile, gates, inner_step, power_below, supports
 from phalanx.ops.triton.support import dense_rows, early_launch, launches_early, multiprocessors
 
 IN_HALF = int(_IN_HALF.value)
@@ -44,37 +44,26 @@ class Fp8RowTile(NamedTuple):
     warps: int = 4
 
 
-class Fp8RowsTile(NamedTuple):
-    """How the kernel of some rows is cut; see ``fp8_rows_kernel``."""
-
-    rows: int
-    columns: int
-    inner: int
-    stages: int
-    swapped: bool
-    prefetch: int = 2048
-
-
-def row_tile(out_features: int, in_features: int, processors: int) -> Fp8RowTile:
-    """The sizes that read a weight [out_features, in_features] fast for one row: as measured on an H200."""
+def row_tile(in_features: int) -> Fp8RowTile:
+    """The sizes that read a weight [.., in_features] fast for one row: as measured on an H200."""
     inner = inner_step(in_features, 2048)
     steps = triton.cdiv(in_features, inner)
-    if steps > 4:
-        return Fp8RowTile(8 if steps <= IN_HALF else 4, inner, 0, min(2048, power_below(in_features)))
-    return Fp8RowTile(2 if out_features <= 8 * 2 * processors else 4, inner, steps, 0)
+    if steps <= IN_HALF:
+        return Fp8RowTile(2, inner, steps, 0)
+    return Fp8RowTile(4, inner, 0, min(2048, power_below(in_features)))
 
 
-def rows_tile(rows: int, out_features: int, in_features: int, processors: int) -> Fp8RowsTile:
+def rows_tile(rows: int, out_features: int, in_features: int, processors: int) -> RowsTile:
     """The sizes for some rows: as measured on an H200."""
     # A line of the cache holds 128 weights: less is not worth a prefetch.
     prefetch = min(2048, power_below(in_features)) if in_features >= 128 else 0
     if rows <= 32:
-        return Fp8RowsTile(16 if rows <= 16 else 32, 64, inner_step(in_features, 512), 3, True, prefetch)
+        return RowsTile(16 if rows <= 16 else 32, 64, inner_step(in_features, 512), 3, True, prefetch)
     if out_features >= 2 * 64 * processors:
-        return Fp8RowsTile(64, 64, inner_step(in_features, 128), 6, True, prefetch)
+        return RowsTile(64, 64, inner_step(in_features, 128), 6, True, prefetch)
     if out_features < 40 * processors:
-        return Fp8RowsTile(64, 32, inner_step(in_features, 512), 4, False, prefetch)
-    return Fp8RowsTile(64, 64, inner_step(in_features, 256), 5, False, prefetch)
+        return RowsTile(64, 32, inner_step(in_features, 512), 4, False, prefetch)
+    return RowsTile(64, 64, inner_step(in_features, 256), 5, False, prefetch)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +116,7 @@ def one_row(
     in_features, out_features = weight.in_features, weight.out_features
     width = out_features // 2 if gate else out_features
     out = torch.empty((1, width), dtype=weight.dtype, device=numbers.device)
-    tile = tile or row_tile(out_features, in_features, multiprocessors(out.device))
+    tile = tile or row_tile(in_features)
     programs = triton.cdiv(out_features, tile.columns)
     maxima = torch.empty((1, programs), dtype=torch.float32, device=out.device) if gate else out
     fp8_row_kernel[(programs,)](
@@ -156,36 +145,14 @@ def one_row(
 
 
 def few_rows(
-    numbers: Tensor, x_scale: Tensor, weight: PreparedWeight, bias: Tensor | None, tile: Fp8RowsTile | None = None
+    numbers: Tensor, x_scale: Tensor, weight: PreparedWeight, bias: Tensor | None, gate: str | None = None
 ) -> Tensor:
-    """numbers e4m3 [rows, in] with their scales [rows], times an fp8 weight -> [rows, out] of the weight's dtype."""
-    rows, in_features, out_features = numbers.shape[0], weight.in_features, weight.out_features
-    out = torch.empty((rows, out_features), dtype=weight.dtype, device=numbers.device)
-    tile = tile or rows_tile(rows, out_features, in_features, multiprocessors(out.device))
-    fp8_rows_kernel[triton.cdiv(out_features, tile.columns), triton.cdiv(rows, tile.rows)](
-        numbers,
-        x_scale,
-        weight.data,
-        weight.aux["scale"],
-        out if bias is None else bias,
-        out,
-        rows,
-        out_features,
-        in_features,
-        numbers.stride(0),
-        weight.data.stride(0),
-        BIASED=bias is not None,
-        EVEN_K=in_features % tile.inner == 0,
-        SWAPPED=tile.swapped,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        BLOCK_K=tile.inner,
-        PREFETCH=tile.prefetch,
-        num_warps=4,
-        num_stages=tile.stages,
-        **early_launch(out.device),
-    )
-    return out
+    """numbers e4m3 [rows, in] with their scales [rows], times an fp8 weight: as `one_row`."""
+    sizes = (numbers.shape[0], weight.out_features, weight.in_features)
+    tile = rows_tile(*sizes, multiprocessors(numbers.device))
+    scales = (x_scale, weight.aux["scale"])
+    out, maxima = linear.few_rows(numbers, weight.data, bias, weight.dtype, tile, scales, gate)
+    return leave(out, Fp8Rows(*quantize_by_maxima(out, maxima))) if gate else out
 
 
 class TritonFp8(Fp8Linear):
@@ -199,29 +166,37 @@ class TritonFp8(Fp8Linear):
         return self._product(numbers, scale, weight, bias).view(*x.shape[:-1], weight.out_features)
 
     def apply_gated(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None, activation: str) -> Tensor | None:
-        """One row, with its result quantised beside it; None for others."""
+        """Where own kernels multiply, with the result quantised beside it; None for others."""
         rows, gate = dense_rows(x, weight), KINDS.get(activation)
-        if rows.shape[0] != 1 or gate is None or not weight.in_features or not gates(weight):
+        if gate is None or not weight.in_features or not gates(weight) or not self._is_few(rows, weight):
             return None
         numbers, scale = left_beside(x) or quantize_rows(rows)
-        out = one_row(numbers, scale, weight, bias, gate=gate)
+        product = one_row if rows.shape[0] == 1 else few_rows
+        out = product(numbers, scale, weight, bias, gate=gate)
         # A view would have nothing beside it.
         return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.out_features // 2)
 
+    def _is_few(self, rows: Tensor, weight: PreparedWeight) -> bool:
+        # Tiles of several rows need the shared memory of a Hopper GPU; interpreted, they need none.
+        fits = launches_early(rows.device) or not (_aligned(weight) or rows.is_cuda)
+        most = FEW_ROWS if _aligned(weight) else FEW_ROWS_ODD
+        return rows.shape[0] == 1 or (fits and 1 < rows.shape[0] <= most)
+
     def _product(self, numbers: Tensor, scale: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
-        rows = numbers.shape[0]
-        aligned = weight.dtype == torch.bfloat16 and weight.in_features % 16 == 0 and weight.out_features % 16 == 0
-        if rows == 1:
+        if numbers.shape[0] == 1:
             return one_row(numbers, scale, weight, bias)
-        # Their tiles need the shared memory of a Hopper GPU; interpreted, they need none.
-        fits = launches_early(numbers.device) or not (aligned or numbers.is_cuda)
-        if fits and rows <= (FEW_ROWS if aligned else FEW_ROWS_ODD):
+        if self._is_few(numbers, weight):
             return few_rows(numbers, scale, weight, bias)
-        if not aligned:
+        if not _aligned(weight):
             restored = (numbers.float() * scale[:, None]).to(weight.dtype)
             return F.linear(restored, self.restore(weight), bias)
         scales: dict[str, Any] = {"scale_a": scale[:, None], "scale_b": weight.aux["scale"][None, :]}
         return torch._scaled_mm(numbers, weight.data.T, **scales, bias=bias, out_dtype=torch.bfloat16)
+
+
+def _aligned(weight: PreparedWeight) -> bool:
+    """Whether the library has a product of such sizes."""
+    return weight.dtype == torch.bfloat16 and weight.in_features % 16 == 0 and weight.out_features % 16 == 0
 
 
 registry.register("linear", "fp8_triton", TritonFp8(), supports=supports, priority=-10)

@@ -1,4 +1,4 @@
-"""Linear layers with one row by Triton, which reads a weight faster than the vendor's library does."""
+"""Linear layers of one row and of a few by Triton, which reads a weight faster than the vendor's library does."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from phalanx.ops import registry
 from phalanx.ops.linear import PlainLinear, PreparedWeight
 from phalanx.ops.triton.activation_kernels import KINDS
-from phalanx.ops.triton.linear_kernels import one_row_kernel
-from phalanx.ops.triton.support import early_launch
+from phalanx.ops.triton.linear_kernels import few_rows_kernel, one_row_kernel
+from phalanx.ops.triton.support import early_launch, launches_early, multiprocessors
 
 
 class RowTile(NamedTuple):
@@ -26,11 +26,49 @@ class RowTile(NamedTuple):
     steps: int
 
 
+class RowsTile(NamedTuple):
+    """How the kernel of a few rows is cut; see ``few_rows_kernel``."""
+
+    rows: int
+    columns: int
+    inner: int
+    stages: int
+    swapped: bool
+    prefetch: int = 0
+
+
 def tile_for(in_features: int) -> RowTile:
     """The sizes that read a weight [.., in_features] fast: as measured on an H200."""
     inner = inner_step(in_features, 2048)
     steps = triton.cdiv(in_features, inner)
     return RowTile(2, inner, 8 if inner == 2048 and steps <= 4 else 4, steps if steps <= 8 else 0)
+
+
+def rows_tile(rows: int, out_features: int, in_features: int, processors: int) -> RowsTile | None:
+    """The sizes for a few rows, or None where the vendor's library is as fast: as measured on an H200, with Llama-8B's
+    layers. It has kernels for each number of rows, so that own ones win where theirs fit best."""
+    wide, deep = out_features >= 2 * 64 * processors, in_features >= 2 * out_features
+    if in_features % 256 or out_features < 24 * processors:
+        return None
+    if rows <= 8:
+        if out_features <= in_features:
+            return None
+        return RowsTile(8, 128, 128, 4, True) if wide else RowsTile(8, 64, 256, 4, True)
+    if rows <= 16:
+        if deep:
+            return RowsTile(16, 32, 256, 6, False, 512)
+        return RowsTile(16, 128, 128, 4, True) if wide else RowsTile(16, 64, 128, 6, True)
+    if rows <= 32:
+        if deep:
+            return None
+        return RowsTile(32, 128, 128, 4, True) if wide else RowsTile(32, 64, 128, 6, True)
+    if not 56 < rows <= 64:
+        return None
+    if wide:
+        return RowsTile(64, 128, 64, 6, True)
+    if out_features > in_features:
+        return RowsTile(64, 64, 128, 5, False, 512)
+    return RowsTile(64, 32, 256, 4, False, 512)
 
 
 def inner_step(in_features: int, largest: int) -> int:
@@ -108,25 +146,98 @@ def one_row(
     return out
 
 
+def few_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tile: RowsTile,
+    scales: tuple[Tensor, Tensor] | None = None,
+    gate: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`x @ weight.T + bias`.
+
+    Args:
+        x: [rows, in] of bf16 or fp16, or e4m3 numbers; rows dense.
+        weight: [out, in] of x's dtype; rows dense.
+        bias: [out].
+        dtype: of the result.
+        tile: the sizes.
+        scales: what numbers are multiplied by: float32 [rows] and [out].
+        gate: an activation as ``KINDS`` calls it; then outputs are gate | up.
+
+    Returns:
+        [rows, out], contiguous; with a gate, the gated activation [rows, out / 2]. And of numbers with a gate, the
+        largest magnitudes of parts of these rows, float32 [rows, parts].
+    """
+    (rows, in_features), out_features = x.shape, weight.shape[0]
+    out = torch.empty((rows, out_features // 2 if gate else out_features), dtype=dtype, device=x.device)
+    programs = triton.cdiv(out_features, tile.columns)
+    x_scale, scale = scales or (out, out)
+    maxima = torch.empty((rows, programs), dtype=torch.float32, device=x.device) if gate and scales else out
+    few_rows_kernel[programs, triton.cdiv(rows, tile.rows)](
+        x,
+        x_scale,
+        weight,
+        scale,
+        out if bias is None else bias,
+        out,
+        maxima,
+        rows,
+        out_features,
+        in_features,
+        x.stride(0),
+        weight.stride(0),
+        SCALED=scales is not None,
+        BIASED=bias is not None,
+        EVEN_K=in_features % tile.inner == 0,
+        SWAPPED=tile.swapped,
+        GATE=gate or "none",
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.inner,
+        PREFETCH=tile.prefetch,
+        STEP=128 // weight.element_size(),
+        num_warps=4,
+        num_stages=tile.stages,
+        **early_launch(x.device),
+    )
+    return out, maxima
+
+
 def gates(weight: PreparedWeight) -> bool:
     """Whether a weight's outputs may be gate | up."""
     return weight.out_features > 0 and weight.out_features % 2 == 0
 
 
+def few_rows_tile(x: Tensor, weight: PreparedWeight) -> RowsTile | None:
+    """The sizes where the kernel of a few rows is for such a product: x [rows, in] on a Hopper GPU, rows dense."""
+    plain = x.dim() == 2 and x.stride(1) == 1 and x.dtype == weight.dtype and weight.data.stride(1) == 1
+    if not plain or x.shape[1] != weight.in_features or not 1 < x.shape[0] <= 64 or not launches_early(x.device):
+        return None
+    return rows_tile(x.shape[0], weight.out_features, weight.in_features, multiprocessors(x.device))
+
+
 class TritonLinear(PlainLinear):
-    """The weight as it is: an own kernel for one row, the vendor's library for the rest."""
+    """The weight as it is: own kernels for one row and for a few, the vendor's library for the rest."""
 
     layout = "plain"
 
     def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
-        return one_row(x, weight.data, bias) if takes(x, weight.data) else F.linear(x, weight.data, bias)
+        if takes(x, weight.data):
+            return one_row(x, weight.data, bias)
+        tile = few_rows_tile(x, weight)
+        return F.linear(x, weight.data, bias) if tile is None else few_rows(x, weight.data, bias, x.dtype, tile)[0]
 
     def apply_gated(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None, activation: str) -> Tensor | None:
-        """One row; None for others."""
+        """One row and a few; None for others."""
         gate = KINDS.get(activation)
-        if gate is None or not gates(weight) or not takes(x, weight.data):
+        if gate is None or not gates(weight):
             return None
-        return one_row(x, weight.data, bias, gate=gate)
+        if takes(x, weight.data):
+            return one_row(x, weight.data, bias, gate=gate)
+        tile = few_rows_tile(x, weight)
+        return None if tile is None else few_rows(x, weight.data, bias, x.dtype, tile, gate=gate)[0]
 
     def apply_wide(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         if takes(x, weight.data):

@@ -1,4 +1,4 @@
-"""The Triton kernel of `y = x W^T + b` for one row x, where reading W is all the work.
+"""Triton kernels of `y = x W^T + b` for one row x and for a few, where reading W is all the work.
 
 W is `[out, in]` as a checkpoint has it. Every program makes a few columns of y and walks the whole of K, so that no
 sums are put together afterwards.
@@ -44,6 +44,8 @@ def one_row_kernel(
     inner = tl.arange(0, BLOCK_K)
     # The first weights do not depend on what runs before, so they are read before the kernel ahead has ended.
     part = row_part(rows, inner, k, EVEN_K)
+    if SCALED:
+        factor = tl.load(scale + columns, mask=inside, other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -58,13 +60,92 @@ def one_row_kernel(
             acc += row_part(rows, at, k, EVEN_K).to(tl.float32) * x_part(x, at, k, EVEN_K).to(tl.float32)[None, :]
     total = tl.sum(acc, 1)
     if SCALED:
-        total *= tl.load(scale + columns, mask=inside, other=0.0)
+        total *= factor
     if BIASED:
         total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     if GATE == "none":
         tl.store(y + columns, total.to(y.dtype.element_ty), mask=inside)
     else:
         store_gated(y, total, n, GATE, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def few_rows_kernel(
+    x, x_scale, w, scale, bias, y, maxima, m, n, k, x_stride, w_stride,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr, SWAPPED: tl.constexpr, GATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """x [m, k], w [n, k] of one dtype -> y [m, n], dense; grid (cdiv(n, BLOCK_N), cdiv(m, BLOCK_M)).
+
+    SCALED: they are e4m3 numbers, x_scale float32 [m] and scale float32 [n] what they are multiplied by. SWAPPED: y's
+    columns are the tall side of the product: the matrix units take 64 of them and few rows. PREFETCH: the elements of
+    each of w's rows that are brought in before the kernel ahead has ended; STEP: how many a line of the cache holds.
+    GATE: as in ``one_row_kernel``; y is [m, n / 2], and of numbers the largest magnitude that a program made of a row
+    goes to maxima float32 [m, programs].
+    """
+    columns, inside = columns_of(n, BLOCK_N, GATE)
+    weights = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
+    if PDL:
+        gdc_launch_dependents()
+        if PREFETCH > 0:
+            prefetch(weights, k, BLOCK_N, PREFETCH, STEP)
+        gdc_wait()
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = rows < m
+    row_at = x + tl.minimum(rows, m - 1).to(tl.int64) * x_stride
+    inner = tl.arange(0, BLOCK_K)
+    if SWAPPED:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        w_at, x_at = weights[:, None] + inner[None, :], row_at[None, :] + inner[:, None]
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        w_at, x_at = weights[None, :] + inner[:, None], row_at[:, None] + inner[None, :]
+    for start in tl.range(0, k, BLOCK_K):
+        there = start + inner < k
+        if EVEN_K:
+            a = tl.load(x_at + start)
+            b = tl.load(w_at + start)
+        elif SWAPPED:
+            a = tl.load(x_at + start, mask=there[:, None], other=0.0)
+            b = tl.load(w_at + start, mask=there[None, :], other=0.0)
+        else:
+            a = tl.load(x_at + start, mask=there[None, :], other=0.0)
+            b = tl.load(w_at + start, mask=there[:, None], other=0.0)
+        # The matrix units sum e4m3 products in few bits: each step's sum goes to fp32.
+        if SWAPPED:
+            acc = tl.dot(b, a, acc, max_num_imprecise_acc=BLOCK_K)
+        else:
+            acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)
+    if SCALED:
+        x_factor = tl.load(x_scale + rows, mask=real, other=0.0)
+        factor = tl.load(scale + columns, mask=inside, other=0.0)
+        if SWAPPED:
+            acc *= x_factor[None, :] * factor[:, None]
+        else:
+            acc *= x_factor[:, None] * factor[None, :]
+    if BIASED:
+        shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        if SWAPPED:
+            acc += shift[:, None]
+        else:
+            acc += shift[None, :]
+    if GATE != "none":
+        wide = tl.trans(acc) if SWAPPED else acc
+        gate, up = tl.split(tl.reshape(wide, (BLOCK_M, BLOCK_N // 2, 2)))
+        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        kept = real[:, None] & (column < n // 2)[None, :]
+        result = (activate(gate, GATE) * up).to(y.dtype.element_ty)
+        tl.store(y + rows.to(tl.int64)[:, None] * (n // 2) + column[None, :], result, mask=kept)
+        if SCALED:
+            largest = tl.max(tl.abs(tl.where(kept, result.to(tl.float32), 0.0)), 1)
+            tl.store(maxima + rows.to(tl.int64) * tl.num_programs(0) + tl.program_id(0), largest, mask=real)
+    elif SWAPPED:
+        y_at, kept = y + rows.to(tl.int64)[None, :] * n + columns[:, None], inside[:, None] & real[None, :]
+        tl.store(y_at, acc.to(y.dtype.element_ty), mask=kept)
+    else:
+        y_at, kept = y + rows.to(tl.int64)[:, None] * n + columns[None, :], real[:, None] & inside[None, :]
+        tl.store(y_at, acc.to(y.dtype.element_ty), mask=kept)
 
 
 @triton.jit

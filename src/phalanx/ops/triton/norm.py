@@ -29,11 +29,16 @@ def _norm_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """FP8: the output as e4m3 numbers [rows, WIDTH] and scales [rows], too."""
+    column = tl.arange(0, PADDED)
+    # Parameters do not depend on what runs before: they are read before the kernel ahead has ended.
+    if WEIGHT:
+        factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if BIAS:
+        shift = tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, PADDED)
     mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
     place = (row // inner * outer_stride + row % inner * inner_stride)[:, None] + column[None, :]
     value = tl.load(x + place, mask=mask, other=0.0)
@@ -48,9 +53,9 @@ def _norm_kernel(
         wide = tl.where(mask, wide, 0.0)
     normed = wide * (1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / WIDTH + eps))[:, None]
     if WEIGHT:
-        normed *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        normed *= factor[None, :]
     if BIAS:
-        normed += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        normed += shift[None, :]
     result = normed.to(out.dtype.element_ty)
     tl.store(out + flat, result, mask=mask)
     if FP8:

@@ -11,7 +11,8 @@ from torch import Tensor
 from phalanx.ops import registry
 from phalanx.ops.linear import PreparedWeight
 from phalanx.ops.quantized import Fp8WeightLinear, Int4Linear, Int8Linear, QuantizedLinear
-from phalanx.ops.triton.linear import inner_step, one_row, power_below, supports
+from phalanx.ops.triton.activation_kernels import KINDS
+from phalanx.ops.triton.linear import gates, inner_step, one_row, power_below, supports
 from phalanx.ops.triton.quantized_kernels import (
     byte_rows_kernel,
     int4_rows_kernel,
@@ -110,6 +111,14 @@ class Widened(QuantizedLinear):
 
     def apply(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         return _weight_only(x, weight, bias) if _is_few(x, weight) else super().apply(x, weight, bias)
+
+    def apply_gated(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None, activation: str) -> Tensor | None:
+        """One row, of numbers of a byte; None for others."""
+        rows, gate = dense_rows(x, weight), KINDS.get(activation)
+        if rows.shape[0] != 1 or gate is None or weight.layout == "int4" or not weight.in_features or not gates(weight):
+            return None
+        out = one_row(rows, weight.data, bias, scale=weight.aux["scale"], gate=gate)
+        return out.view(*x.shape[:-1], weight.out_features // 2)
 
 
 class TritonFp8Weights(Widened, Fp8WeightLinear):
