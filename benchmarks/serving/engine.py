@@ -178,17 +178,21 @@ def prefill(watched: Watched, limits: Limits) -> dict[str, Any]:
     return best
 
 
-def few(llm: LLM, count: int) -> dict[str, Any]:
-    """The first requests of nano, as transformers answers them too."""
-    prompts, lengths = nano_requests()
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths[:count]]
+def few(llm: LLM, count: int, tokens: int) -> dict[str, Any]:
+    """The first prompts of nano with equal answers, as transformers answers them too."""
+    prompts, _ = nano_requests()
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     begin = time.perf_counter()
     llm.generate(prompts[:count], params)
     seconds = time.perf_counter() - begin
-    return {"what": f"first {count} of nano", "tokens_per_second": sum(lengths[:count]) / seconds, "seconds": seconds}
+    return {"what": peer_workload(count, tokens), "tokens_per_second": count * tokens / seconds, "seconds": seconds}
 
 
-def transformers_few(shape: dict[str, Any], count: int) -> dict[str, Any]:
+def peer_workload(count: int, tokens: int) -> str:
+    return f"first {count} prompts of nano, {tokens} tokens each"
+
+
+def transformers_few(shape: dict[str, Any], count: int, tokens: int) -> dict[str, Any]:
     """The same through transformers' continuous batching, random weights too."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -200,15 +204,15 @@ def transformers_few(shape: dict[str, Any], count: int) -> dict[str, Any]:
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     peer = Transformers(model, "continuous", torch.bfloat16, device, None)
-    prompts, lengths = nano_requests()
+    prompts, _ = nano_requests()
     peer.answer(Workload(prompts[:2], [8, 8]))
     begin = time.perf_counter()
-    peer.answer(Workload(prompts[:count], lengths[:count]))
+    peer.answer(Workload(prompts[:count], [tokens] * count))
     seconds = time.perf_counter() - begin
     peer.close()
     return {
-        "what": f"transformers, continuous batching, first {count} of nano",
-        "tokens_per_second": sum(lengths[:count]) / seconds,
+        "what": f"transformers, continuous batching, {peer_workload(count, tokens)}",
+        "tokens_per_second": count * tokens / seconds,
         "seconds": seconds,
     }
 
@@ -222,7 +226,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="settings of the engine")
-    parser.add_argument("--peer", type=int, metavar="N", help="transformers beside us on the first N requests of nano")
+    parser.add_argument("--peer", type=int, metavar="N", help="transformers beside us on the first N prompts of nano")
+    parser.add_argument("--peer-tokens", type=int, default=64, help="the length of each answer there; default 64")
     parser.add_argument("--output", type=Path, help="where the JSON goes")
     given = parser.parse_args()
     settings = {name: _value(text) for name, _, text in (item.partition("=") for item in given.set)}
@@ -268,14 +273,14 @@ def main() -> None:
         results.append(nano(watched, limits))
         _say(results[-1])
     if given.peer:
-        results.append(few(llm, given.peer))
+        results.append(few(llm, given.peer, given.peer_tokens))
         _say(results[-1])
     llm.close()
     if given.peer:
         del watched, llm
         gc.collect()
         torch.cuda.empty_cache()
-        results.append(transformers_few(SHAPES[given.shape], given.peer))
+        results.append(transformers_few(SHAPES[given.shape], given.peer, given.peer_tokens))
         _say(results[-1])
     report = {
         "shape": given.shape,

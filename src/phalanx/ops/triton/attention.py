@@ -228,6 +228,7 @@ def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | N
             BLOCK_D=call.block_d,
             BLOCK_N=tile.keys,
             WINDOW=call.window is not None,
+            FEW=splits.few,
             PDL=pdl,
             num_warps=4,
             **options,

@@ -268,9 +268,11 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    FEW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Joins the splits of `decode_kernel`; program (query head, sequence)."""
+    """Joins the splits of `decode_kernel`; program (query head, sequence). FEW: sequences, so that time counts and not
+    what is read."""
     AT_ONCE: tl.constexpr = 16
     head = tl.program_id(0)
     sequence = tl.program_id(1)
@@ -282,14 +284,17 @@ def merge_kernel(
     context = tl.load(seq_lens + sequence)
     dims = tl.arange(0, BLOCK_D)
     part = (sequence.to(tl.int64) * HEADS + head) * num_splits
-    # Read before it is known how many there are: one that waited for another would take as long again.
     split = tl.arange(0, AT_ONCE)
-    peaks, totals, sums = load_splits(parts, stats, part, split, num_splits, dims, HEAD_SIZE)
+    if FEW:
+        # Before it is known how many there are: one that waited for another would take as long again.
+        peaks, totals, sums = load_splits(parts, stats, part, split, num_splits, dims, HEAD_SIZE)
     if row_after - row != 1:
         return
     _, _, _, live = splits_of(context, window, num_splits, min_blocks, BLOCK_N, WINDOW)
     if live == 1:
         return
+    if not FEW:
+        peaks, totals, sums = load_splits(parts, stats, part, split, live, dims, HEAD_SIZE)
     acc = tl.zeros([BLOCK_D], tl.float32)
     total = 0.0
     peak = float("-inf")
