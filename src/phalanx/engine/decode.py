@@ -165,6 +165,8 @@ class DecodeStep:
                     decoded = self.compute(size)
                 finally:
                     graph.capture_end()
+                # The first launch sets the graph up on the device, which takes longer than a step.
+                graph.replay()
             torch.cuda.current_stream().wait_stream(stream)
             self._graphs[size] = (graph, decoded)
             report(size)
