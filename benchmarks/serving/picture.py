@@ -14,7 +14,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-ROW, LEFT, BAR, RIGHT = 24, 330, 420, 190
+ROW, BAR, RIGHT = 24, 420, 190
+# Of a letter of a label, on average.
+LETTER = 6.6
 
 
 def rows_of(path: Path) -> list[tuple[str, float, float]]:
@@ -31,7 +33,8 @@ def rows_of(path: Path) -> list[tuple[str, float, float]]:
 
 def draw(rows: list[tuple[str, float, float]]) -> str:
     """The rows as SVG, one bar each, with a line at the roofline. Points above it count weights as bytes of less."""
-    height, width = ROW * (len(rows) + 2), LEFT + BAR + RIGHT
+    left = 16 + round(LETTER * max(len(label) for label, _, _ in rows))
+    height, width = ROW * (len(rows) + 2), left + BAR + RIGHT
     # The farthest point fits, and so does the roofline itself.
     scale = BAR / max(1.0, *(share for _, share, _ in rows))
     parts = [
@@ -42,12 +45,12 @@ def draw(rows: list[tuple[str, float, float]]) -> str:
     for index, (label, share, rate) in enumerate(rows):
         y = ROW * (index + 1)
         parts += [
-            f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end" fill="#222222">{escape(label)}</text>',
-            f'<rect x="{LEFT}" y="{y}" width="{share * scale:.1f}" height="{ROW - 7}" fill="#2f6f9f"/>',
-            f'<text x="{LEFT + share * scale + 6:.1f}" y="{y + 13}" fill="#222222">'
+            f'<text x="{left - 8}" y="{y + 13}" text-anchor="end" fill="#222222">{escape(label)}</text>',
+            f'<rect x="{left}" y="{y}" width="{share * scale:.1f}" height="{ROW - 7}" fill="#2f6f9f"/>',
+            f'<text x="{left + share * scale + 6:.1f}" y="{y + 13}" fill="#222222">'
             f"{share:.0%}, {rate:,.0f} tok/s</text>",
         ]
-    x = LEFT + scale
+    x = left + scale
     parts += [
         f'<line x1="{x:.1f}" y1="{ROW // 2}" x2="{x:.1f}" y2="{height - ROW}" stroke="#c0392b" '
         'stroke-dasharray="4 3"/>',
