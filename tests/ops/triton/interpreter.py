@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+TORCH = {
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.bfloat16: torch.bfloat16,
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+}
 
 
 def complete() -> None:
     """Lets interpreted loops run to bounds that were loaded (numpy 2.4 no longer makes an int of an array of one), and
-    makes `tl.dot` take bfloat16, which the interpreter holds as its bits.
+    makes `tl.dot` take bfloat16, which the interpreter holds as its bits. And what a GPU does: numbers become e4m3 ones
+    by rounding, NaN included, and of a number and NaN, the larger and the smaller one are the number.
     """
     if hasattr(interpreter, "completed"):
         return
@@ -28,5 +37,17 @@ def complete() -> None:
         bits = handle.data.astype(np.uint32) << 16
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
+    convert, builder = interpreter._convert_float, interpreter.InterpreterBuilder
+
+    def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if tl.float8e4nv not in (source, target):
+            return convert(values, source, target, rounding)
+        wide = torch.from_numpy(np.array(values)).view(TORCH[source]).float()
+        wide = wide.clamp(-448, 448) if target == tl.float8e4nv else wide
+        return wide.to(TORCH[target]).view(torch.uint8).numpy()
+
+    interpreter._convert_float = converted
     interpreter._patch_lang_tensor = patched
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+    builder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)

@@ -48,14 +48,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", made)
 
 
-@pytest.fixture
-def exact_rounding(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations are quantised in plain PyTorch where the interpreter would cut numbers off to fp8."""
-    if kernel_device.type == "cpu":
-        monkeypatch.setattr(fp8_linear, "quantize_rows", quantize_fp8)
-
-
-@pytest.mark.usefixtures("exact_rounding")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -134,7 +126,6 @@ def test_a_few_gated_rows_of_fp8(rows: int, out_features: int, in_features: int,
     assert torch.equal(beside.numbers.view(torch.uint8), same.view(torch.uint8))
 
 
-@pytest.mark.usefixtures("exact_rounding")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_where_a_quantised_row_is_gated_at_once(layout: str, kernel_device: torch.device) -> None:
     kernel, plain = BACKENDS[layout]
@@ -229,7 +220,6 @@ def test_weights_are_restored(layout: str, in_features: int, kernel_device: torc
     assert error(kernel.restore(prepared), plain.restore(prepared)) < 5e-3
 
 
-@pytest.mark.usefixtures("exact_rounding")
 def test_many_rows_and_none(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_linear, "WEIGHT_ONLY_ROWS", dict.fromkeys(BACKENDS, 2))
     monkeypatch.setattr(fp8_linear, "FEW_ROWS_ODD", 2)

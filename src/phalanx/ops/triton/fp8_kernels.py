@@ -22,8 +22,8 @@ def scale_of(largest):
 
 @triton.jit
 def to_e4m3(value, scale):
-    """float32 -> e4m3, `scale` times which is near it."""
-    return tl.minimum(tl.maximum(tl.div_rn(value, scale), -448.0), 448.0).to(tl.float8e4nv)
+    """float32 -> e4m3, `scale` times which is near it; NaN stays NaN."""
+    return tl.clamp(tl.div_rn(value, scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
