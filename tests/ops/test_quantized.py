@@ -108,11 +108,13 @@ def test_fp8_takes_the_scale_with_the_least_error() -> None:
     assert (searched <= plain).all() and searched.sum() < 0.97 * plain.sum()
 
 
-def test_what_is_not_finite_in_an_fp8_weight_stays_seen() -> None:
-    weight = torch.ones(3, 32)
-    weight[0, 1], weight[1, 2] = torch.inf, torch.nan
-    numbers, scale = quantize_fp8_weight(weight)
-    assert (numbers.float() * scale[:, None]).isfinite().all(1).tolist() == [False, False, True]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_not_finite_in_a_weight_stays_seen(layout: str) -> None:
+    weight = torch.ones(4, 64)
+    weight[0, 1], weight[1, 2], weight[2, 40] = torch.inf, torch.nan, -torch.inf
+    prepared = prepare_linear(weight, layout=layout)
+    assert restore_weight(prepared).isfinite().all(1).tolist() == [False, False, False, True]
+    assert linear(torch.ones(2, 64), prepared).isfinite().tolist() == [[False, False, False, True]] * 2
 
 
 def test_four_bit_weights_are_kept_exactly() -> None:

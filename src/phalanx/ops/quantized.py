@@ -76,7 +76,8 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x `[..., n]` -> int8 numbers of its shape and float32 scales `[...]`."""
     wide = x.float()
     scale = _largest(wide) / 127
-    scale = torch.where(scale > 0, scale, 1.0)
+    # Not that of numbers that are not finite: it must stay seen.
+    scale = torch.where(scale == 0, 1.0, scale)
     return (wide / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
@@ -89,7 +90,8 @@ def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     wide = weight.float().unflatten(1, (-1, group))
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     best = torch.full_like(low, torch.inf)
-    scale, offset = torch.ones_like(low), torch.zeros_like(low)
+    # NaN where nothing is better: where numbers are not finite, which must stay seen.
+    scale, offset = torch.ones_like(low), torch.full_like(low, torch.nan)
     for part in RANGES:
         step = _rounded((high - low) * (part / 15), weight.dtype)
         # Equal numbers are the offset.
