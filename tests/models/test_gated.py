@@ -62,8 +62,16 @@ def another_product(engine: InferenceEngine) -> None:
     engine.model.mlp_1 = Doubled(plain.placement, plain.partition, plain.in_features, plain.out_features)
 
 
+def another_module(engine: InferenceEngine) -> None:
+    plain = engine.model.mlp_1
+    engine.model.mlp_1 = lambda *args: 2 * plain(*args)
+
+
+BOTH = ("up_proj", "gate_proj")
+
+
 @pytest.mark.parametrize(
-    ("change", "weights"), [(another_activation, ("up_proj",)), (another_product, ("up_proj", "gate_proj"))]
+    ("change", "weights"), [(another_activation, ("up_proj",)), (another_product, BOTH), (another_module, BOTH)]
 )
 def test_what_a_family_puts_between_stays(
     backend: GatingLinear, change: Callable[[InferenceEngine], None], weights: tuple[str, ...]

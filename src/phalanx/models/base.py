@@ -324,7 +324,7 @@ class TransformerModel(Traits):
         """hidden [T, hidden], normed -> [T, hidden], not yet added to the residual."""
         parameters = self.layers[layer]
         bias, inner = bias_of(parameters, "mlp_1"), None
-        if self.activate is self._gate:
+        if self.activate is self._gate and isinstance(self.mlp_1, Linear):
             inner = self.mlp_1.gated(hidden, parameters.mlp_1, bias, self.activation)
         if inner is None:
             inner = self.activate(self.mlp_1(hidden, parameters.mlp_1, bias), self.activation)
