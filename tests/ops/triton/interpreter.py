@@ -19,8 +19,9 @@ TORCH = {
 
 def complete() -> None:
     """Lets interpreted loops run to bounds that were loaded (numpy 2.4 no longer makes an int of an array of one), and
-    makes `tl.dot` take bfloat16, which the interpreter holds as its bits. And what a GPU does: numbers become e4m3 ones
-    by rounding, NaN included, and of a number and NaN, the larger and the smaller one are the number.
+    makes `tl.dot` take bfloat16, which the interpreter holds as its bits. And what a GPU does: numbers are rounded to
+    shorter ones, not cut off, NaN stays NaN in e4m3, and of a number and NaN the larger and the smaller one are the
+    number.
     """
     if hasattr(interpreter, "completed"):
         return
@@ -40,7 +41,7 @@ def complete() -> None:
     convert, builder = interpreter._convert_float, interpreter.InterpreterBuilder
 
     def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if tl.float8e4nv not in (source, target):
+        if source not in TORCH or target not in TORCH:
             return convert(values, source, target, rounding)
         wide = torch.from_numpy(np.array(values)).view(TORCH[source]).float()
         wide = wide.clamp(-448, 448) if target == tl.float8e4nv else wide
