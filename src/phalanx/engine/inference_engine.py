@@ -220,8 +220,9 @@ class InferenceEngine:
         """Everything that is compiled or set up at a first use, and the graphs: no request waits for it later."""
         self.runner.profile(self.token_budget, self.max_num_seqs, self.model.num_layers)
         for tokens in FEW_TOKENS:
-            if tokens <= min(self.token_budget, self.max_model_len):
-                self.runner.profile(tokens, 1)
+            sequences = -(-tokens // self.max_model_len)
+            if tokens <= self.token_budget and sequences <= self.max_num_seqs:
+                self.runner.profile(tokens, sequences)
         if self.scheduled and self.model.engine_config.cuda_graphs and self.group.capturable:
             with progress("capturing CUDA graphs", shown=self.group.rank == 0) as report:
                 self.runner.capture(self.max_num_seqs, report)
