@@ -93,31 +93,28 @@ def test_rows_of_fp8_in_all_sizes(
 
 
 @pytest.mark.parametrize(
-    ("out_features", "in_features", "tile"),
-    [(40, 64, None), (18, 120, Fp8RowTile(4, 64, 2, 0)), (600, 64, None), (26, 576, Fp8RowTile(8, 64, 0, 128))],
+    ("rows", "out_features", "in_features", "tile"),
+    [
+        (1, 40, 64, None),
+        (1, 18, 120, Fp8RowTile(4, 64, 2, 0)),
+        (1, 600, 64, None),
+        (1, 26, 576, Fp8RowTile(8, 64, 0, 128)),
+        (2, 140, 64, None),
+        (20, 36, 512, None),
+        (33, 20000, 64, None),
+    ],
 )
-def test_a_gated_row_of_fp8(
-    out_features: int, in_features: int, tile: Fp8RowTile | None, kernel_device: torch.device
+def test_gated_rows_of_fp8(
+    rows: int, out_features: int, in_features: int, tile: Fp8RowTile | None, kernel_device: torch.device
 ) -> None:
     prepared = Fp8Linear().prepare((drawn(out_features, in_features) / in_features**0.5).to(kernel_device))
-    numbers, scale = quantize_fp8(drawn(1, in_features).to(kernel_device))
+    numbers, scale = quantize_fp8(drawn(rows, in_features).to(kernel_device))
     bias = drawn(out_features).to(kernel_device)
     product = (numbers.double() * scale[:, None]) @ (prepared.data.double() * prepared.aux["scale"][:, None]).T + bias
-    found = one_row(numbers, scale, prepared, bias, tile, gate="silu")
-    assert error(found, reference_gated_activation(product, "silu")) < 1e-2
-    rows = left_beside(found)
-    assert rows is not None
-    same, same_scale = quantize_rows(found)
-    assert torch.equal(rows.scale, same_scale)
-    assert torch.equal(rows.numbers.view(torch.uint8), same.view(torch.uint8))
-
-
-@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(2, 140, 64), (20, 36, 512), (33, 20000, 64)])
-def test_a_few_gated_rows_of_fp8(rows: int, out_features: int, in_features: int, kernel_device: torch.device) -> None:
-    prepared = Fp8Linear().prepare((drawn(out_features, in_features) / in_features**0.5).to(kernel_device))
-    numbers, scale = quantize_fp8(drawn(rows, in_features).to(kernel_device))
-    product = (numbers.double() * scale[:, None]) @ (prepared.data.double() * prepared.aux["scale"][:, None]).T
-    found = few_rows(numbers, scale, prepared, None, gate="silu")
+    if rows == 1:
+        found = one_row(numbers, scale, prepared, bias, tile, gate="silu")
+    else:
+        found = few_rows(numbers, scale, prepared, bias, gate="silu")
     assert error(found, reference_gated_activation(product, "silu")) < 1e-2
     beside = left_beside(found)
     assert beside is not None
