@@ -27,12 +27,11 @@ from phalanx.ops.activation import gated_activation
 from phalanx.ops.linear import PreparedWeight, linear, prepare_linear, restore_weight
 from phalanx.ops.moe import MaskedExperts, SortedExperts, route
 from phalanx.ops.quantized import LAYOUTS, quantize_fp8
-from phalanx.ops.triton.fp8_linear import Fp8RowsTile, quantize_rows
-from phalanx.ops.triton.fp8_linear import few_rows as fp8_rows
+from phalanx.ops.triton.fp8_linear import quantize_rows
 from phalanx.ops.triton.grouped import GroupedExperts
 from phalanx.ops.triton.invariant import partial as partial_sum
 from phalanx.ops.triton.invariant import tree_sum
-from phalanx.ops.triton.linear import RowTile, one_row, tile_for
+from phalanx.ops.triton.linear import RowsTile, RowTile, few_rows, one_row, tile_for
 from phalanx.ops.triton.quantized_linear import Tile
 from phalanx.ops.triton.quantized_linear import few_rows as quantized_rows
 
@@ -62,11 +61,11 @@ ONE_ROW = (
 )
 QUANTIZED = (Tile(16, 256, 4, 5, 2048), Tile(32, 256, 4, 5, 2048), Tile(64, 256, 4, 4, 2048), Tile(64, 128, 4, 5, 1024))
 FP8_ROWS = (
-    Fp8RowsTile(16, 64, 512, 3, True),
-    Fp8RowsTile(32, 64, 512, 3, True),
-    Fp8RowsTile(64, 64, 128, 6, True),
-    Fp8RowsTile(64, 32, 512, 4, False),
-    Fp8RowsTile(64, 64, 256, 5, False),
+    RowsTile(16, 64, 512, 3, True, 2048),
+    RowsTile(32, 64, 512, 3, True, 2048),
+    RowsTile(64, 64, 128, 6, True, 2048),
+    RowsTile(64, 32, 512, 4, False, 2048),
+    RowsTile(64, 64, 256, 5, False, 2048),
 )
 QUANTIZED_SHAPES = ("8b qkv", "8b o", "8b gate_up", "8b down")
 EXPERTS = {"mixtral, half as wide": (8, 2, 2048, 7168), "qwen3 30b-a3b": (128, 8, 2048, 768)}
@@ -191,7 +190,7 @@ def time_quantized(names: Sequence[str], counts: Sequence[int]) -> list[Row]:
                 if layout == "fp8":
                     numbers, scale = quantize_rows(x)
                     for fp8_tile in FP8_ROWS if rows > 1 else ():
-                        other = partial(fp8_rows, numbers, scale, bias=None, tile=fp8_tile)
+                        other = partial(_fp8_rows, numbers, scale, fp8_tile)
                         label = f"fp8 {'/'.join(map(str, fp8_tile))}"
                         attempt(found, label, row, partial(walk, other, weights, size))
                     attempt(
@@ -236,6 +235,10 @@ def time_invariant(names: Sequence[str], counts: Sequence[int]) -> list[Row]:
         del weights
         torch.cuda.empty_cache()
     return found
+
+
+def _fp8_rows(numbers: Tensor, scale: Tensor, tile: RowsTile, weight: PreparedWeight) -> Tensor:
+    return few_rows(numbers, weight.data, None, weight.dtype, tile, (scale, weight.aux["scale"]))[0]
 
 
 def _invariant(x: Tensor, weights: Sequence[Any]) -> Row:
