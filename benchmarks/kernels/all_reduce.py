@@ -191,6 +191,9 @@ if __name__ == "__main__":
     code = 1
     try:
         code = min(main(), 1)
+    except SystemExit:
+        # Of --help, or of arguments that are wrong: argparse has said why.
+        raise
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
