@@ -48,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", help="the folder of the model, where the recipe's name is no folder")
     given = parser.parse_args(arguments)
     try:
-        return train(read_recipe(given.recipe), resume=given.resume, base=given.base)
+        code = train(read_recipe(given.recipe), resume=given.resume, base=given.base)
+        if dist.is_initialized():
+            # Threads of a group that is still there when Python ends can abort a run that went well.
+            dist.destroy_process_group()
+        return code
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         if isinstance(error, ConfigError) and int(os.environ.get("RANK", "0")):
             # Rank 0 most likely says the same, and its end ends this rank; else it is said here.
