@@ -238,7 +238,7 @@ def time_invariant(names: Sequence[str], counts: Sequence[int]) -> list[Row]:
 
 
 def _fp8_rows(numbers: Tensor, scale: Tensor, tile: RowsTile, weight: PreparedWeight) -> Tensor:
-    return few_rows(numbers, weight.data, None, weight.dtype, tile, (scale, weight.aux["scale"]))[0]
+    return few_rows(numbers, weight.data, None, weight.dtype, tile, (scale, weight.aux["scale"]))
 
 
 def _invariant(x: Tensor, weights: Sequence[Any]) -> Row:

@@ -68,7 +68,7 @@ class TransformerModel(Traits):
         self.embed = self.make_embedding_layer()
         self.unembed = self.make_unembedding_layer()
         self.activate = self.placement.op("gated_activation" if self.gated_mlp else "activation")
-        # Products may apply it themselves, unless another one is put in its place.
+        # What products may apply themselves.
         self._gate = self.activate if self.gated_mlp and self.placement.fuses_gates else None
         self.rotary = self._rotaries()
         steps = type(self).forward_heads is TransformerModel.forward_heads
@@ -324,7 +324,8 @@ class TransformerModel(Traits):
         """hidden [T, hidden], normed -> [T, hidden], not yet added to the residual."""
         parameters = self.layers[layer]
         bias, inner = bias_of(parameters, "mlp_1"), None
-        if self.activate is self._gate and isinstance(self.mlp_1, Linear):
+        # What a family puts in the place of either must come between.
+        if self.activate is self._gate and type(self.mlp_1) is Linear:
             inner = self.mlp_1.gated(hidden, parameters.mlp_1, bias, self.activation)
         if inner is None:
             inner = self.activate(self.mlp_1(hidden, parameters.mlp_1, bias), self.activation)

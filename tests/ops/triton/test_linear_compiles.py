@@ -59,12 +59,13 @@ for n, k in SHAPES:
             constants = common | dict(EVEN_K=True, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
             constants |= dict(SWAPPED=tile.swapped, PREFETCH=tile.prefetch, STEP=128, SCALED=True)
             for gate in ("none", "silu"):
-                types = fp8 | of("fp32", "maxima")
-                compiled(linear_kernels.few_rows_kernel, types, 4, tile.stages, GATE=gate, **constants)
+                types, gated = fp8 | of("fp32", "maxima"), dict(GATE=gate, MAXIMA=gate != "none")
+                compiled(linear_kernels.few_rows_kernel, types, 4, tile.stages, **gated, **constants)
             tile = linear.rows_tile(rows, n, k, 132)
             for gate in ("none", "silu") if tile else ():
                 constants = common | dict(EVEN_K=True, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner)
-                constants |= dict(SWAPPED=tile.swapped, PREFETCH=tile.prefetch, STEP=64, SCALED=False, GATE=gate)
+                constants |= dict(SWAPPED=tile.swapped, PREFETCH=tile.prefetch, STEP=64)
+                constants |= dict(SCALED=False, GATE=gate, MAXIMA=False)
                 types = bf16 | of("fp32", "x_scale", "scale", "maxima")
                 compiled(linear_kernels.few_rows_kernel, types, 4, tile.stages, **constants)
         tile = quantized_linear.tile_for(rows, n, k, 132)

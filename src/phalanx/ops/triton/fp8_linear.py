@@ -15,11 +15,7 @@ from phalanx.ops.quantized import Fp8Linear
 from phalanx.ops.triton import linear
 from phalanx.ops.triton.activation_kernels import KINDS
 from phalanx.ops.triton.fp8_kernels import IN_HALF as _IN_HALF
-from phalanx.ops.triton.fp8_kernels import (
-    fp8_row_kernel,
-    quantize_part_kernel,
-    quantize_rows_kernel,
-)
+from phalanx.ops.triton.fp8_kernels import fp8_row_kernel, quantize_part_kernel, quantize_rows_kernel
 from phalanx.ops.triton.fp8_rows import Fp8Rows, leave, left_beside
 from phalanx.ops.triton.linear import RowsTile, gates, inner_step, power_below, supports
 from phalanx.ops.triton.support import dense_rows, early_launch, launches_early, multiprocessors
@@ -148,11 +144,14 @@ def few_rows(
     numbers: Tensor, x_scale: Tensor, weight: PreparedWeight, bias: Tensor | None, gate: str | None = None
 ) -> Tensor:
     """numbers e4m3 [rows, in] with their scales [rows], times an fp8 weight: as `one_row`."""
-    sizes = (numbers.shape[0], weight.out_features, weight.in_features)
-    tile = rows_tile(*sizes, multiprocessors(numbers.device))
+    rows, device = numbers.shape[0], numbers.device
+    tile = rows_tile(rows, weight.out_features, weight.in_features, multiprocessors(device))
     scales = (x_scale, weight.aux["scale"])
-    out, maxima = linear.few_rows(numbers, weight.data, bias, weight.dtype, tile, scales, gate)
-    return leave(out, Fp8Rows(*quantize_by_maxima(out, maxima))) if gate else out
+    if gate is None:
+        return linear.few_rows(numbers, weight.data, bias, weight.dtype, tile, scales)
+    maxima = torch.empty((rows, triton.cdiv(weight.out_features, tile.columns)), dtype=torch.float32, device=device)
+    out = linear.few_rows(numbers, weight.data, bias, weight.dtype, tile, scales, gate, maxima)
+    return leave(out, Fp8Rows(*quantize_by_maxima(out, maxima)))
 
 
 class TritonFp8(Fp8Linear):
@@ -170,9 +169,7 @@ class TritonFp8(Fp8Linear):
         rows, gate = dense_rows(x, weight), KINDS.get(activation)
         if gate is None or not weight.in_features or not gates(weight) or not self._is_few(rows, weight):
             return None
-        numbers, scale = left_beside(x) or quantize_rows(rows)
-        product = one_row if rows.shape[0] == 1 else few_rows
-        out = product(numbers, scale, weight, bias, gate=gate)
+        out = _own(*(left_beside(x) or quantize_rows(rows)), weight, bias, gate)
         # A view would have nothing beside it.
         return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.out_features // 2)
 
@@ -183,15 +180,20 @@ class TritonFp8(Fp8Linear):
         return rows.shape[0] == 1 or (fits and 1 < rows.shape[0] <= most)
 
     def _product(self, numbers: Tensor, scale: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
-        if numbers.shape[0] == 1:
-            return one_row(numbers, scale, weight, bias)
         if self._is_few(numbers, weight):
-            return few_rows(numbers, scale, weight, bias)
+            return _own(numbers, scale, weight, bias)
         if not _aligned(weight):
             restored = (numbers.float() * scale[:, None]).to(weight.dtype)
             return F.linear(restored, self.restore(weight), bias)
         scales: dict[str, Any] = {"scale_a": scale[:, None], "scale_b": weight.aux["scale"][None, :]}
         return torch._scaled_mm(numbers, weight.data.T, **scales, bias=bias, out_dtype=torch.bfloat16)
+
+
+def _own(
+    numbers: Tensor, scale: Tensor, weight: PreparedWeight, bias: Tensor | None, gate: str | None = None
+) -> Tensor:
+    product = one_row if numbers.shape[0] == 1 else few_rows
+    return product(numbers, scale, weight, bias, gate=gate)
 
 
 def _aligned(weight: PreparedWeight) -> bool:

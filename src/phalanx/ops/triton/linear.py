@@ -154,7 +154,8 @@ def few_rows(
     tile: RowsTile,
     scales: tuple[Tensor, Tensor] | None = None,
     gate: str | None = None,
-) -> tuple[Tensor, Tensor]:
+    maxima: Tensor | None = None,
+) -> Tensor:
     """`x @ weight.T + bias`.
 
     Args:
@@ -165,24 +166,22 @@ def few_rows(
         tile: the sizes.
         scales: what numbers are multiplied by: float32 [rows] and [out].
         gate: an activation as ``KINDS`` calls it; then outputs are gate | up.
+        maxima: where the largest magnitudes of a gated row's parts go, float32 [rows, cdiv(out, tile.columns)].
 
     Returns:
-        [rows, out], contiguous; with a gate, the gated activation [rows, out / 2]. And of numbers with a gate, the
-        largest magnitudes of parts of these rows, float32 [rows, parts].
+        [rows, out], contiguous; with a gate, the gated activation [rows, out / 2].
     """
     (rows, in_features), out_features = x.shape, weight.shape[0]
     out = torch.empty((rows, out_features // 2 if gate else out_features), dtype=dtype, device=x.device)
-    programs = triton.cdiv(out_features, tile.columns)
     x_scale, scale = scales or (out, out)
-    maxima = torch.empty((rows, programs), dtype=torch.float32, device=x.device) if gate and scales else out
-    few_rows_kernel[programs, triton.cdiv(rows, tile.rows)](
+    few_rows_kernel[triton.cdiv(out_features, tile.columns), triton.cdiv(rows, tile.rows)](
         x,
         x_scale,
         weight,
         scale,
         out if bias is None else bias,
         out,
-        maxima,
+        out if maxima is None else maxima,
         rows,
         out_features,
         in_features,
@@ -193,6 +192,7 @@ def few_rows(
         EVEN_K=in_features % tile.inner == 0,
         SWAPPED=tile.swapped,
         GATE=gate or "none",
+        MAXIMA=maxima is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.inner,
@@ -202,7 +202,7 @@ def few_rows(
         num_stages=tile.stages,
         **early_launch(x.device),
     )
-    return out, maxima
+    return out
 
 
 def gates(weight: PreparedWeight) -> bool:
@@ -227,7 +227,7 @@ class TritonLinear(PlainLinear):
         if takes(x, weight.data):
             return one_row(x, weight.data, bias)
         tile = few_rows_tile(x, weight)
-        return F.linear(x, weight.data, bias) if tile is None else few_rows(x, weight.data, bias, x.dtype, tile)[0]
+        return F.linear(x, weight.data, bias) if tile is None else few_rows(x, weight.data, bias, x.dtype, tile)
 
     def apply_gated(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None, activation: str) -> Tensor | None:
         """One row and a few; None for others."""
@@ -237,7 +237,7 @@ class TritonLinear(PlainLinear):
         if takes(x, weight.data):
             return one_row(x, weight.data, bias, gate=gate)
         tile = few_rows_tile(x, weight)
-        return None if tile is None else few_rows(x, weight.data, bias, x.dtype, tile, gate=gate)[0]
+        return None if tile is None else few_rows(x, weight.data, bias, x.dtype, tile, gate=gate)
 
     def apply_wide(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         if takes(x, weight.data):

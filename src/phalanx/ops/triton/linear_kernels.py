@@ -73,7 +73,7 @@ def one_row_kernel(
 def few_rows_kernel(
     x, x_scale, w, scale, bias, y, maxima, m, n, k, x_stride, w_stride,
     SCALED: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr, SWAPPED: tl.constexpr, GATE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MAXIMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr, PREFETCH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """x [m, k], w [n, k] of one dtype -> y [m, n], dense; grid (cdiv(n, BLOCK_N), cdiv(m, BLOCK_M)).
@@ -81,8 +81,8 @@ def few_rows_kernel(
     SCALED: they are e4m3 numbers, x_scale float32 [m] and scale float32 [n] what they are multiplied by. SWAPPED: y's
     columns are the tall side of the product: the matrix units take 64 of them and few rows. PREFETCH: the elements of
     each of w's rows that are brought in before the kernel ahead has ended; STEP: how many a line of the cache holds.
-    GATE: as in ``one_row_kernel``; y is [m, n / 2], and of numbers the largest magnitude that a program made of a row
-    goes to maxima float32 [m, programs].
+    GATE: as in ``one_row_kernel``; y is [m, n / 2]. MAXIMA: with a gate, the largest magnitude that a program made of a
+    row goes to maxima float32 [m, programs].
     """
     columns, inside = columns_of(n, BLOCK_N, GATE)
     weights = w + tl.minimum(columns, n - 1).to(tl.int64) * w_stride
@@ -137,7 +137,7 @@ def few_rows_kernel(
         kept = real[:, None] & (column < n // 2)[None, :]
         result = (activate(gate, GATE) * up).to(y.dtype.element_ty)
         tl.store(y + rows.to(tl.int64)[:, None] * (n // 2) + column[None, :], result, mask=kept)
-        if SCALED:
+        if MAXIMA:
             largest = tl.max(tl.abs(tl.where(kept, result.to(tl.float32), 0.0)), 1)
             tl.store(maxima + rows.to(tl.int64) * tl.num_programs(0) + tl.program_id(0), largest, mask=real)
     elif SWAPPED:
