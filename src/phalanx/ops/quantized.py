@@ -25,7 +25,7 @@ from phalanx.ops.linear import PreparedWeight
 
 LAYOUTS = ("fp8", "fp8_weights", "int8", "int4")
 NARROW = 2048
-"""Models of a smaller hidden size gain little by products of 8 bits, and lose most by activations of 8 bits."""
+"""Models of a smaller hidden size lose most by activations of 8 bits."""
 FP8_MAX = 448.0
 FP8_ROWS = "triton_fp8"
 """The name of implementations of other ops that leave their rows quantised beside what they return."""
