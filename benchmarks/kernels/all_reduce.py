@@ -39,7 +39,7 @@ def check_eager(group: ProcessGroup, memory: SymmetricMemory, device: torch.devi
     sizes = torch.Generator().manual_seed(7)
     wrong = 0
     for dtype in (torch.bfloat16, torch.float32):
-        counts = [int(2 ** (18 * float(torch.rand(1, generator=sizes)))) for _ in range(rounds)]
+        counts = [int(2 ** (25 * float(torch.rand(1, generator=sizes)))) for _ in range(rounds)]
         given = [torch.randn(min(c, memory.max_bytes // dtype.itemsize), device=device).to(dtype) for c in counts]
         found = []
         for number, x in enumerate(given):
@@ -54,12 +54,21 @@ def check_eager(group: ProcessGroup, memory: SymmetricMemory, device: torch.devi
 def check_norm(group: ProcessGroup, memory: SymmetricMemory, device: torch.device) -> str:
     wrong, worst = 0, 0.0
     torch.manual_seed(1)
-    for rows, width in ((1, 4096), (8, 4096), (64, 4096), (3, 1000), (5, 8192), (16, 16384)):
+    for rows, width in (
+        (1, 4096),
+        (8, 4096),
+        (64, 4096),
+        (3, 1000),
+        (5, 8192),
+        (16, 16384),
+        (1500, 4096),
+        (8192, 4096),
+    ):
         # Equal on every rank: they are drawn before what is each rank's own.
         residual = torch.randn(rows, width, device=device).bfloat16()
         weight = torch.randn(width, device=device).bfloat16()
         own = torch.Generator(device).manual_seed(100 + group.rank)
-        for _ in range(20):
+        for _ in range(20 if rows < 100 else 3):
             x = torch.randn(rows, width, generator=own, device=device).bfloat16()
             normed, new = memory.all_reduce_add_rms_norm(x, residual, weight, 1e-5)
             wanted, wanted_new = reference_add_rms_norm(expected_sum(group, x), residual, weight, 1e-5)
@@ -137,50 +146,53 @@ def main() -> int:
     torch.cuda.set_device(device)
     group = ProcessGroup(rendezvous, device, timeout=60.0)
     say = print if group.rank == 0 else (lambda *_, **__: None)
-    # As large as can be, so that sizes beyond the usual bound are timed too.
-    memory = SymmetricMemory(group, device, max_bytes=4 << 20)
+    # As large as can be, so that sizes beyond the usual bounds are timed too; without marked words, and with.
+    memories = {
+        "places": SymmetricMemory(group, device, max_bytes=128 << 20, words_bytes=0),
+        "words": SymmetricMemory(group, device, max_bytes=128 << 20, words_bytes=2 << 20),
+    }
     torch.manual_seed(group.rank)
     rounds, repeats = (100, 5) if options.quick else (1000, 20)
-    # Compiled on every rank before any of them waits for another in a kernel.
-    for wide in range(4):
-        memory.all_reduce(torch.ones(128 * 2048 << wide, device=device, dtype=torch.bfloat16))
-        group.barrier()
     failed = 0
-    for check in (
-        lambda: check_eager(group, memory, device, rounds),
-        lambda: check_norm(group, memory, device),
-        lambda: check_graph(group, memory, device, rounds // 5),
-    ):
-        try:
-            line = check()
-        except Exception:
-            line = f"WRONG {traceback.format_exc()}"
-        failed += not line.startswith("ok")
-        say(line, flush=True)
+    for kind, memory in memories.items():
+        # Compiled on every rank before any of them waits for another in a kernel.
+        for wide in range(5):
+            memory.all_reduce(torch.ones(128 * 2048 << wide, device=device, dtype=torch.bfloat16))
+            group.barrier()
+        for check in (
+            lambda memory=memory: check_eager(group, memory, device, rounds),
+            lambda memory=memory: check_norm(group, memory, device),
+            lambda memory=memory: check_graph(group, memory, device, rounds // 5),
+        ):
+            try:
+                line = check()
+            except Exception:
+                line = f"WRONG {traceback.format_exc()}"
+            failed += not line.startswith("ok")
+            say(f"{line} ({kind})", flush=True)
     rows = []
-    for size in (8 << 10, 64 << 10, 512 << 10, 4 << 20):
+    for size in (8 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20, 64 << 20):
         x = torch.randn(size // 2, device=device).bfloat16()
-        row = {
-            "bytes": size,
-            "shared_us": microseconds(group, lambda x=x: memory.all_reduce(x), repeats),
-            "nccl_us": microseconds(group, lambda x=x: group.all_reduce(x), repeats),
-        }
+        row = {"bytes": size, "nccl_us": microseconds(group, lambda x=x: group.all_reduce(x), repeats)}
         lines = x.view(-1, 4096)
-        if memory.fits_norm(lines):
-            residual, weight = torch.randn_like(lines), torch.ones(4096, device=device, dtype=torch.bfloat16)
-            row["shared_norm_us"] = microseconds(
+        residual, weight = torch.randn_like(lines), torch.ones(4096, device=device, dtype=torch.bfloat16)
+        for kind, memory in memories.items():
+            if kind == "words" and size > memory.words_bytes:
+                continue
+            row[f"{kind}_us"] = microseconds(group, lambda x=x, memory=memory: memory.all_reduce(x), repeats)
+            row[f"{kind}_norm_us"] = microseconds(
                 group,
-                lambda a=lines, b=residual, c=weight: memory.all_reduce_add_rms_norm(a, b, c, 1e-5),
+                lambda a=lines, b=residual, c=weight, memory=memory: memory.all_reduce_add_rms_norm(a, b, c, 1e-5),
                 repeats,
             )
         rows.append(row)
-    memory.check()
-    say(f"{group.size} ranks, bf16, us a call inside a graph of {CALLS}")
-    say(f"{'bytes':>9}{'shared':>9}{'NCCL':>9}{'shared + add + norm':>21}")
+    for memory in memories.values():
+        memory.check()
+    columns = ("nccl_us", "places_us", "words_us", "places_norm_us", "words_norm_us")
+    say(f"{group.size} ranks, bf16, us a call inside a graph of {CALLS}; norm: with residual and RMSNorm")
+    say(f"{'bytes':>9}" + "".join(f"{name.removesuffix('_us'):>13}" for name in columns))
     for row in rows:
-        norm = row.get("shared_norm_us")
-        print_norm = f"{norm:21.2f}" if norm is not None else f"{'-':>21}"
-        say(f"{row['bytes']:9d}{row['shared_us']:9.2f}{row['nccl_us']:9.2f}{print_norm}")
+        say(f"{row['bytes']:9d}" + "".join(f"{row[n]:13.2f}" if n in row else f"{'-':>13}" for n in columns))
     if options.output is not None and group.rank == 0:
         options.output.write_text(json.dumps({"ranks": group.size, "failed": failed, "rows": rows}, indent=1))
     group.barrier()

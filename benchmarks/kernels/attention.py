@@ -232,9 +232,9 @@ def time_decode(results: list[Result], quick: bool, heads: int, sequences: int, 
         variant(results, lambda: measure(runs, size // 2), **point, variant="fp8 cache")
     most, fewest, few = triton_attention.decode_splits(calls[0], BOUND)
     usual = "64 4w 2s" if few else "64 4w 3s"
-    tried = [(name, Splits(most, fewest)) for name in ([usual] if quick else DECODE_CANDIDATES)]
-    tried += [(usual, Splits(most * 2, fewest)), (usual, Splits(most * 4, fewest))]
-    tried += [(usual, Splits(max(1, most // 2), fewest)), (usual, Splits(most, fewest * 2))]
+    tried = [(name, Splits(most, fewest, few)) for name in ([usual] if quick else DECODE_CANDIDATES)]
+    tried += [(usual, Splits(most * 2, fewest, few)), (usual, Splits(most * 4, fewest, few))]
+    tried += [(usual, Splits(max(1, most // 2), fewest, few)), (usual, Splits(most, fewest * 2, few))]
     for name, splits in tried:
         tile = DECODE_CANDIDATES[name]
         runs = [partial(triton_attention.decode, c, sequences, sequences, splits, tile) for c in calls]

@@ -11,18 +11,28 @@ import random
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from benchmarks.idle import idle_times
+from benchmarks.idle import idle_times, times_alone
 from benchmarks.serving.shapes import SHAPES
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx import LLM, SamplingParams
 
 
-def kernels_of(work: Any, repeats: int) -> tuple[dict[str, tuple[float, float]], list[dict[str, Any]]]:
-    """Name -> (launches, microseconds) of each kernel, a repeat; and when no kernel ran, see ``idle_times``."""
+class Times(NamedTuple):
+    """Of a repeat, in microseconds."""
+
+    kernels: dict[str, tuple[float, float]]
+    """Name -> (launches, durations)."""
+    alone: dict[str, float]
+    """See ``times_alone``."""
+    idle: list[dict[str, Any]]
+    """See ``idle_times``."""
+
+
+def times_of(work: Any, repeats: int) -> Times:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(repeats):
             work()
@@ -32,19 +42,17 @@ def kernels_of(work: Any, repeats: int) -> tuple[dict[str, tuple[float, float]],
         if event.device_type == torch.autograd.DeviceType.CUDA:
             found[event.name].append(event.device_time)
     kernels = {name: (len(times) / repeats, sum(times) / repeats) for name, times in found.items()}
-    return kernels, idle_times(profiled.events(), repeats)
+    return Times(kernels, times_alone(profiled.events(), repeats), idle_times(profiled.events(), repeats))
 
 
-def show(
-    title: str, found: tuple[dict[str, tuple[float, float]], list[dict[str, Any]]], limit: int = 16, gaps: int = 6
-) -> None:
-    kernels, idle = found
-    total = sum(time for _, time in kernels.values())
-    print(f"{title}: {total:,.0f} us in kernels")
-    for name, (count, time) in sorted(kernels.items(), key=lambda item: -item[1][1])[:limit]:
-        print(f"  {time:9,.1f} us  {count:6.1f} x {time / count:8.2f} us  {name[:90]}")
-    for each in idle[: 1 + gaps]:
-        print(f"  {each['ms'] * 1e3:9,.1f} us  {each['calls']:6.1f} x  {each['name']}")
+def show(title: str, times: Times, limit: int = 16, gaps: int = 6) -> None:
+    print(f"{title}: {sum(times.alone.values()):,.0f} us with kernels")
+    print(f"  {'alone':>9}     {'launches':>8}   {'alone':>9}  {'duration':>9}  name")
+    for name, alone in sorted(times.alone.items(), key=lambda item: -item[1])[:limit]:
+        count, time = times.kernels[name]
+        print(f"  {alone:9,.1f} us  {count:8.1f} x {alone / count:9.2f} {time / count:9.2f} us  {name[:80]}")
+    for each in times.idle[: 1 + gaps]:
+        print(f"  {each['ms'] * 1e3:9,.1f} us  {each['calls']:8.1f} x  {each['name']}")
 
 
 def main() -> None:
@@ -66,13 +74,13 @@ def main() -> None:
 
     if given.prefill:
         once = SamplingParams(max_tokens=1, ignore_eos=True)
-        show("prefill 8 x 1024", kernels_of(lambda: llm.generate([prompt(1024) for _ in range(8)], once), 2))
+        show("prefill 8 x 1024", times_of(lambda: llm.generate([prompt(1024) for _ in range(8)], once), 2))
     for batch in given.batch or []:
         for _ in range(batch):
             llm.add_request(prompt(given.context), SamplingParams(max_tokens=64, ignore_eos=True))
         while llm.core.scheduler.waiting or any(r.num_generated < 4 for r in llm.core.scheduler.running):
             llm.step()
-        show(f"decode, {batch} rows at {given.context}", kernels_of(llm.step, 10))
+        show(f"decode, {batch} rows at {given.context}", times_of(llm.step, 10))
         while llm.has_work:
             llm.step()
     llm.close()

@@ -3,7 +3,9 @@ nothing else."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 
 from phalanx import LLM, SamplingParams
 from phalanx.engine.decode import DecodeStep, decode_sizes
+from tests.models.tiny import llama, llama_config, save
+from tests.tiny_tokenizer import VOCAB_SIZE
 
 ON_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="graphs are captured on a GPU")
@@ -80,15 +84,36 @@ def test_padding_and_replays_touch_no_block_but_their_own(
     assert untouched and bool((blocks[untouched] == 0xFF).all())
 
 
-@needs_gpu
-def test_nothing_is_compiled_or_allocated_once_it_runs(
-    make_llm: Callable[..., LLM], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What Triton compiles from now on."""
     from triton import knobs
 
+    found: list[Any] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda *args, **rest: found.append(rest) and None)
+    return found
+
+
+@needs_gpu
+def test_mixed_batches_of_longer_contexts_compile_nothing(tmp_path: Path, compiled: list[Any]) -> None:
+    """Of many sequences, so that short contexts are not split, where the longest that the model takes would be."""
+    config = llama_config(vocab_size=VOCAB_SIZE, max_position_embeddings=4096)
+    llm = LLM(save(llama(config), tmp_path), max_num_seqs=48, max_num_batched_tokens=2048)
+    compiled.clear()
+    for longest in (700, 1500):
+        chance = random.Random(longest)
+        prompts = [[chance.randrange(VOCAB_SIZE) for _ in range(chance.randint(500, longest))] for _ in range(48)]
+        llm.generate(prompts, max_tokens=20, ignore_eos=True)
+    llm.close()
+    assert not compiled
+
+
+@needs_gpu
+def test_nothing_is_compiled_or_allocated_once_it_runs(
+    make_llm: Callable[..., LLM], prompts: list[list[int]], compiled: list[Any]
+) -> None:
     llm = make_llm(max_num_seqs=12, num_blocks=400)
-    compiled: list[Any] = []
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda *args, **rest: compiled.append(rest) and None)
+    compiled.clear()
     answers(llm, prompts)
     segments = torch.cuda.memory_stats()["num_device_alloc"]
     answers(llm, [prompt[::-1] for prompt in prompts])

@@ -7,6 +7,7 @@ one process, beside whatever the program around them does.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -33,6 +34,8 @@ _HEAD_BYTES = 4096
 _LENGTH_BYTES = 8
 # Seconds within which all ranks that failed in the same collective have said so; who has not is at fault.
 _VERDICT_SECONDS = 2.0
+# How long NCCL is given to end; more only while a graph holds its kernels.
+_ABORT_SECONDS = 2.0
 
 
 class ProcessGroup(Group):
@@ -68,6 +71,8 @@ class ProcessGroup(Group):
         self._store = dist.PrefixStore(f"{name}/{count}", rendezvous.store)
         self._host: Any = None
         self._data: Any = None
+        self._stopping = threading.Lock()
+        self._stopper: threading.Thread | None = None
         self._shared: SymmetricMemory | None = None
         try:
             self._host = self._gloo()
@@ -205,6 +210,7 @@ class ProcessGroup(Group):
             raise GroupError(self._fault) from error
 
     def _fail(self, what: str, error: str) -> None:
+        self._stop_kernels()
         # With the last reference (a piece of work holds one too) the sockets close: who waits for this rank fails now.
         self._host = self._data = None
         if self._fault is None:
@@ -229,8 +235,21 @@ class ProcessGroup(Group):
     def abort(self, reason: str) -> None:
         if self._fault is None:
             self._fault = reason
-            if self._data is not self._host:
-                self._data.abort()
+            self._stop_kernels()
+
+    def _stop_kernels(self) -> None:
+        """Ends NCCL's kernels that wait for a rank which may never come: the group would wait for them when it goes.
+
+        They end at once; the call itself returns only when no graph holds any of them, so it has a thread of its own.
+        """
+        # The thread that watches the other ranks and the one that works may both find that one has died.
+        with self._stopping:
+            data = self._data
+            if self._stopper is not None or data is None or data is self._host:
+                return
+            self._stopper = threading.Thread(target=data.abort, name="phalanx-abort", daemon=True)
+            self._stopper.start()
+        self._stopper.join(_ABORT_SECONDS)
 
     def check(self) -> None:
         if self._fault is not None:
@@ -240,6 +259,8 @@ class ProcessGroup(Group):
         # Not NCCL's shutdown: that one waits for the other ranks, which may never come.
         self.abort(f"the group was closed on rank {self.rank}")
         self._host = self._data = None
+        if self._stopper is not None:
+            self._stopper.join(_ABORT_SECONDS)
 
 
 def _bytes(t: Tensor) -> Tensor:

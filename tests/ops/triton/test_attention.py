@@ -53,7 +53,32 @@ def test_splits_follow_shapes_not_contexts(kernel_device):
     del case["max_query_len"], case["max_seq_len"]
     call = module.Call(**case | {"key_bias": None})
     splits = module.decode_splits(call, 131072)
-    assert splits.most > 8 and 1024 // splits.min_keys == 8
+    assert splits.most > 16 and 1024 // splits.min_keys == 16
+
+
+def test_one_variant_whether_contexts_are_split_or_not(kernel_device, monkeypatch):
+    """What a mixed batch of short contexts runs is what a decode of long ones has run when the engine started."""
+    case = ragged([(1, 1023)] * 3, 32, 8, 16, dtype=torch.float16, device=kernel_device)
+    del case["max_query_len"], case["max_seq_len"]
+    call = module.Call(**case | {"key_bias": None})
+    kinds, run = [], module.decode_kernel
+
+    class Noted:
+        def __getitem__(self, grid):
+            def launch(*given, **options):
+                tensors = [value for value in given if isinstance(value, torch.Tensor)]
+                kinds.append(([(t.dtype, t.data_ptr() % 16) for t in tensors], options))
+                run[grid](*given, **options)
+
+            return launch
+
+    monkeypatch.setattr(module, "decode_kernel", Noted())
+    outs = []
+    for most in (1, 4):
+        module.decode(call, 3, 3, module.Splits(most, 128))
+        outs.append(call.out.clone())
+    assert kinds[0] == kinds[1]
+    torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("tokens", [0, 2])

@@ -40,11 +40,11 @@ PREFILL_TILES = {
     2: {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 5), 256: Tile(128, 64, 8, 2)},
     4: {256: Tile(16, 32, 8, 2)},
 }
-# Programs of a decode for each multiprocessor; up to how many splits a batch fills the device well enough by itself;
-# the fewest keys of a split where it does not, and where it does. As measured on an H200.
+# As measured on an H200: programs of a decode for each multiprocessor, where contexts are long enough; keys of a split
+# for each program that there is without splits, and at least and at most; of how many such programs a batch is small.
 DECODE_WAVES = 16
-FEW_SPLITS = 4
-MIN_SPLIT_KEYS, MIN_SPLIT_KEYS_FULL = 128, 1024
+SPLIT_KEYS, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 2, 64, 1024
+FEW_PROGRAMS = 64
 MAX_SPLITS = 64
 # A sequence of one token that walks no more keys than this is not worth kernels of its own in a mixed batch.
 SHORT_CONTEXT = 512
@@ -176,9 +176,8 @@ def decode_splits(call: Call, max_seq_len: int) -> Splits:
     programs = call.seq_lens.shape[0] * call.kv_heads * triton.cdiv(call.group, 64)
     wanted = DECODE_WAVES * multiprocessors(call.q.device) / programs
     count = 2 ** max(0, round(math.log2(wanted)))
-    few = count > FEW_SPLITS
-    min_keys = MIN_SPLIT_KEYS if few else MIN_SPLIT_KEYS_FULL
-    return Splits(max(1, min(count, MAX_SPLITS, max_seq_len // min_keys)), min_keys, few)
+    min_keys = min(max(SPLIT_KEYS * programs, LEAST_SPLIT_KEYS), MOST_SPLIT_KEYS)
+    return Splits(max(1, min(count, MAX_SPLITS, max_seq_len // min_keys)), min_keys, programs <= FEW_PROGRAMS)
 
 
 def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | None = None) -> None:
@@ -187,12 +186,10 @@ def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | N
     rows = max(16, min(64, triton.next_power_of_2(call.group)))
     sequences, out = call.seq_lens.shape[0], call.out
     count, min_blocks = splits.most, triton.cdiv(splits.min_keys, tile.keys)
-    parts = stats = out
-    if count > 1:
-        parts = torch.empty(
-            sequences * call.heads * count * (call.head_size + 2), dtype=torch.float32, device=out.device
-        )
-        stats = parts[sequences * call.heads * count * call.head_size :]
+    # Of this type where there are no parts too: another one would be another variant of the kernel.
+    sums = sequences * call.heads * count * call.head_size if count > 1 else 0
+    parts = torch.empty(sums + max(2, sums // call.head_size * 2), dtype=torch.float32, device=out.device)
+    stats = parts[sums:]
     pdl = launches_early(out.device)
     options = {"launch_pdl": True} if pdl else {}
     decode_kernel[count, call.kv_heads * triton.cdiv(call.group, rows), programs](
@@ -214,7 +211,10 @@ def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | N
         **options,
     )
     if count > 1:
-        merge_kernel[call.heads, sequences](
+        # Of few sequences each head is joined at once; of many, programs that find nothing to join would take long.
+        at_once = (32 if splits.min_keys < 128 else 16) if splits.few else 4
+        block_h = 1 if splits.few else min(8, triton.next_power_of_2(call.heads))
+        merge_kernel[triton.cdiv(call.heads, block_h), sequences](
             parts,
             stats,
             call.cu_seqlens,
@@ -228,7 +228,9 @@ def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | N
             BLOCK_D=call.block_d,
             BLOCK_N=tile.keys,
             WINDOW=call.window is not None,
-            FEW=splits.few,
+            BLOCK_H=block_h,
+            AT_ONCE=at_once,
+            EAGER=splits.few,
             PDL=pdl,
             num_warps=4,
             **options,

@@ -244,13 +244,15 @@ def decode_kernel(
 
 
 @triton.jit
-def load_splits(parts, stats, part, split, end, dims, HEAD_SIZE: tl.constexpr):
-    """(peaks [S], totals [S], sums [S, D]) of the splits `split` [S] before `end`."""
-    there = split < end
-    peaks = tl.load(stats + (part + split) * 2, mask=there, other=0.0)
-    totals = tl.load(stats + (part + split) * 2 + 1, mask=there, other=0.0)
-    wanted = there[:, None] & (dims < HEAD_SIZE)[None, :]
-    return peaks, totals, tl.load(parts + (part + split)[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
+def load_splits(parts, stats, part, split, end, dims, there, HEAD_SIZE: tl.constexpr):
+    """(peaks [H, S], totals [H, S], sums [H, S, D]) of the splits `split` [S] before `end` of heads, whose first parts
+    are `part` [H], and which are `there` [H]."""
+    wanted = there[:, None] & (split < end)[None, :]
+    at = part[:, None] + split[None, :]
+    peaks = tl.load(stats + at * 2, mask=wanted, other=0.0)
+    totals = tl.load(stats + at * 2 + 1, mask=wanted, other=0.0)
+    whole = wanted[:, :, None] & (dims < HEAD_SIZE)[None, None, :]
+    return peaks, totals, tl.load(parts + at[:, :, None] * HEAD_SIZE + dims[None, None, :], mask=whole, other=0.0)
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
@@ -268,13 +270,14 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
-    FEW: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    EAGER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Joins the splits of `decode_kernel`; program (query head, sequence). FEW: sequences, so that time counts and not
-    what is read."""
-    AT_ONCE: tl.constexpr = 16
-    head = tl.program_id(0)
+    """Joins the splits of `decode_kernel`, AT_ONCE at a time; program (BLOCK_H query heads, sequence). EAGER: splits
+    are read before it is known how many there are, since what is read costs less than to wait for that."""
+    heads = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     sequence = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
@@ -283,30 +286,31 @@ def merge_kernel(
     row_after = tl.load(cu_seqlens + sequence + 1)
     context = tl.load(seq_lens + sequence)
     dims = tl.arange(0, BLOCK_D)
-    part = (sequence.to(tl.int64) * HEADS + head) * num_splits
+    real = heads < HEADS
+    part = (sequence.to(tl.int64) * HEADS + heads) * num_splits
     split = tl.arange(0, AT_ONCE)
-    if FEW:
-        # Before it is known how many there are: one that waited for another would take as long again.
-        peaks, totals, sums = load_splits(parts, stats, part, split, num_splits, dims, HEAD_SIZE)
+    if EAGER:
+        peaks, totals, sums = load_splits(parts, stats, part, split, num_splits, dims, real, HEAD_SIZE)
     if row_after - row != 1:
         return
     _, _, _, live = splits_of(context, window, num_splits, min_blocks, BLOCK_N, WINDOW)
     if live == 1:
         return
-    if not FEW:
-        peaks, totals, sums = load_splits(parts, stats, part, split, live, dims, HEAD_SIZE)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    total = 0.0
-    peak = float("-inf")
+    if not EAGER:
+        peaks, totals, sums = load_splits(parts, stats, part, split, live, dims, real, HEAD_SIZE)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     for first in tl.range(0, live, AT_ONCE):
-        there = first + split < live
-        new_peak = tl.maximum(peak, tl.max(tl.where(there, peaks, float("-inf")), 0))
-        weights = tl.where(there, tl.exp2(peaks - new_peak), 0.0)
+        there = (first + split < live)[None, :]
+        new_peak = tl.maximum(peak, tl.max(tl.where(there, peaks, float("-inf")), 1))
+        weights = tl.where(there, tl.exp2(peaks - new_peak[:, None]), 0.0)
         shrink = tl.exp2(peak - new_peak)
-        acc = acc * shrink + tl.sum(tl.where(there[:, None], sums * weights[:, None], 0.0), 0)
-        total = total * shrink + tl.sum(tl.where(there, totals * weights, 0.0), 0)
+        joined = tl.where(there[:, :, None], sums * weights[:, :, None], 0.0)
+        acc = acc * shrink[:, None] + tl.sum(joined, 1)
+        total = total * shrink + tl.sum(tl.where(there, totals * weights, 0.0), 1)
         peak = new_peak
-        peaks, totals, sums = load_splits(parts, stats, part, first + AT_ONCE + split, live, dims, HEAD_SIZE)
-    result = acc * (1.0 / total)
-    place = out + (row * HEADS + head) * HEAD_SIZE + dims
-    tl.store(place, result.to(out.dtype.element_ty), mask=dims < HEAD_SIZE)
+        peaks, totals, sums = load_splits(parts, stats, part, first + AT_ONCE + split, live, dims, real, HEAD_SIZE)
+    result = acc * (1.0 / total)[:, None]
+    place = out + (row * HEADS + heads)[:, None] * HEAD_SIZE + dims[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=real[:, None] & (dims < HEAD_SIZE)[None, :])
