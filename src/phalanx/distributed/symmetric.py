@@ -1,4 +1,4 @@
-"""All-reduce between the GPUs of one machine, by kernels that read and write the other GPUs' memory.
+"""All-reduce between the GPUs of one machine, by kernels that write to the other GPUs' memory.
 
 Every rank sends its tensor to the others, waits for theirs, and adds up all of them in fp32 and in the order of the
 ranks, so that all get the same bits. One launch, no host: it can be captured in a graph.
@@ -23,8 +23,6 @@ _PLACE_BYTES = 1 << 16
 _MAX_ELEMENTS = 1 << 14
 _PLACES = 3
 _SIGNAL_BYTES = _PLACES * _PROGRAMS * 4
-# Behind the places, those of words sent with their call's number.
-_FIRST_WORD_BYTE = _SIGNAL_BYTES + _PLACES * _PROGRAMS * _PLACE_BYTES
 _MAX_WORDS = 1 << 12
 _WORD_PLACE_BYTES = 8 * _MAX_WORDS
 # A wait looks about this often in a second.
@@ -33,7 +31,12 @@ _LOOKS_PER_SECOND = 1_500_000
 
 def memory_bytes(ranks: int) -> int:
     """What each of so many ranks shares."""
-    return _FIRST_WORD_BYTE + 2 * ranks * _PROGRAMS * _WORD_PLACE_BYTES
+    return _first_word_byte(ranks) + 2 * ranks * _PROGRAMS * _WORD_PLACE_BYTES
+
+
+def _first_word_byte(ranks: int) -> int:
+    """Behind signals and places, where those of words sent with their call's number are."""
+    return _SIGNAL_BYTES + _PLACES * ranks * _PROGRAMS * _PLACE_BYTES
 
 
 class SymmetricMemory:
@@ -61,7 +64,7 @@ class SymmetricMemory:
         device: torch.device,
         *,
         max_bytes: int | None = None,
-        words_bytes: int = 512 << 10,
+        words_bytes: int = 256 << 10,
         patience: float = 10.0,
     ) -> None:
         if not 2 <= group.size <= 8:
@@ -155,7 +158,7 @@ class SymmetricMemory:
         ):
             all_reduce_words_kernel[(programs,)](
                 *tensors, self._memories, self._state, size, row, self.rank, self._patience, eps,
-                WORDS=block // 2, FIRST_BYTE=_FIRST_WORD_BYTE, PLACE_BYTES=_WORD_PLACE_BYTES, **options,
+                WORDS=block // 2, FIRST_BYTE=_first_word_byte(self.size), PLACE_BYTES=_WORD_PLACE_BYTES, **options,
             )  # fmt: skip
             return
         all_reduce_kernel[(programs,)](

@@ -12,14 +12,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _send(memory, peers, others, value, mask, place, which, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Puts value [ROWS, BLOCK] into this rank's place, and tells the others."""
+def _send(  # type: ignore[no-untyped-def]
+    memories, rank, value, mask, place, which, RANKS: tl.constexpr, PADDED_RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Puts value [ROWS, BLOCK] into a place of every other rank's memory (memories [PADDED_RANKS]), and tells them."""
     inside = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    own = tl.multiple_of((memory + place).to(tl.pointer_type(value.dtype)), 16)
-    tl.store(own + inside, value, mask=mask)
+    peer = tl.arange(0, PADDED_RANKS)
+    for other in tl.static_range(RANKS):
+        if other != rank:
+            to = tl.sum(tl.where(peer == other, memories, 0), 0) + place
+            tl.store(tl.multiple_of(to.to(tl.pointer_type(value.dtype)), 16) + inside, value, mask=mask)
     # All threads have written before one of them says so; who sees the signal then sees the values.
     tl.debug_barrier()
-    tl.atomic_add(peers.to(tl.pointer_type(tl.int32)) + which, 1, mask=others, sem="release", scope="sys")
+    signals = memories.to(tl.pointer_type(tl.int32)) + which
+    tl.atomic_add(signals, 1, mask=(peer < RANKS) & (peer != rank), sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["rank", "patience", "steps"])
@@ -31,24 +38,23 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     """Program p adds up, in step s, rows `b * ROWS .. (b + 1) * ROWS` of `row` elements each, b = s * programs + p;
     `size` elements in all. With NORM each row is normed after the residual is added.
 
-    A rank puts its values into its own memory, tells the others, waits for theirs, and reads those. A program has three
-    places, used in turn, and sends the next values before it reads the others' present ones: when a place is written
-    again, the others have read it, since they have sent the signal of the values behind it, which was waited for.
-    Therefore one exchange of signals for each place is enough.
+    A rank puts its values into every other rank's memory, tells them, waits for theirs, and reads its own memory. A
+    program has three places there for each rank, used in turn, and sends the next values before it reads the present
+    ones: when a place is written again, its owner has read it, since it has sent the signal of the values behind it,
+    which was waited for. Therefore one exchange of signals for each place is enough.
 
-    memories: int64 [RANKS], addresses of every rank's memory: signals int32 [PLACES, PROGRAMS], places [PLACES,
-    PROGRAMS]. state: int32 [1 + 2 * PROGRAMS, 4] of this rank: whether a wait was given up; for each program which
-    place is next, and how many signals each of the three has had so far.
+    memories: int64 [RANKS], addresses of every rank's memory: signals int32 [PLACES, PROGRAMS], places [PLACES, RANKS,
+    PROGRAMS], of which the second index says who writes. state: int32 [1 + 2 * PROGRAMS, 4] of this rank: whether a
+    wait was given up; for each program which place is next, and how many signals each of the three has had so far.
     """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     line = tl.arange(0, ROWS)[:, None]
     inside = line * BLOCK + column
     peer = tl.arange(0, PADDED_RANKS)
-    others = (peer < RANKS) & (peer != rank)
     # What no kernel changes is read before the one ahead has ended.
     home = tl.load(memories + rank)
-    theirs = tl.load(memories + peer, mask=others, other=0)
+    peers = tl.load(memories + peer, mask=peer < RANKS, other=0)
     if NORM:
         scale = tl.load(weight + column, mask=column < row, other=0.0).to(tl.float32)
     if PDL:
@@ -64,8 +70,11 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     element = (program.to(tl.int64) * ROWS + line) * row + column
     mask = (column < row) & (element < size)
     which = turn * PROGRAMS + program
-    place = PLACES * PROGRAMS * 4 + which.to(tl.int64) * PLACE_BYTES
-    _send(home, theirs, others, tl.load(x + element, mask=mask, other=0.0), mask, place, which, BLOCK, ROWS)
+    first = PLACES * PROGRAMS * 4 + program.to(tl.int64) * PLACE_BYTES
+    each: tl.constexpr = PROGRAMS * PLACE_BYTES
+    value = tl.load(x + element, mask=mask, other=0.0)
+    mine_there = first + (turn * RANKS + rank).to(tl.int64) * each
+    _send(peers, rank, value, mask, mine_there, which, RANKS, PADDED_RANKS, BLOCK, ROWS)
     for step in tl.range(0, steps):
         wanted = tl.sum(tl.where(field == 1 + turn, held, 0), 0) + (RANKS - 1)
         held = tl.where(field == 1 + turn, wanted, held)
@@ -87,17 +96,21 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
         failed = tl.where(missing > 0, 1, failed)
         tl.debug_barrier()
 
-        # The next signal is on its way while these values come.
+        # The next values are on their way while these are read.
+        present = first + (turn * RANKS).to(tl.int64) * each
         turn = (turn + 1) % PLACES
-        next_which = turn * PROGRAMS + program
-        next_place = PLACES * PROGRAMS * 4 + next_which.to(tl.int64) * PLACE_BYTES
+        which = turn * PROGRAMS + program
         if step + 1 < steps:
-            _send(home, theirs, others, next_value, next_mask, next_place, next_which, BLOCK, ROWS)
+            mine_there = first + (turn * RANKS + rank).to(tl.int64) * each
+            _send(peers, rank, next_value, next_mask, mine_there, which, RANKS, PADDED_RANKS, BLOCK, ROWS)
         added = tl.zeros((ROWS, BLOCK), tl.float32)
         for other in tl.static_range(RANKS):
-            source = tl.sum(tl.where(peer == other, theirs, 0), 0) + tl.where(rank == other, home, 0)
-            part = tl.multiple_of((source + place).to(tl.pointer_type(kind)), 16)
-            added += tl.load(part + inside, mask=mask, other=0.0).to(tl.float32)
+            theirs = value
+            if other != rank:
+                # Past L1, which may hold what was here before.
+                part = tl.multiple_of((home + present + other * each).to(tl.pointer_type(kind)), 16)
+                theirs = tl.load(part + inside, mask=mask, other=0.0, cache_modifier=".cg")
+            added += theirs.to(tl.float32)
         result = added.to(kind)
         if NORM:
             result = (result.to(tl.float32) + before).to(kind)
@@ -105,7 +118,7 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
             wide = result.to(tl.float32)
             result = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / row + eps)[:, None] * scale).to(kind)
         tl.store(out + element, result, mask=mask)
-        element, mask, which, place = next_element, next_mask, next_which, next_place
+        element, mask, value = next_element, next_mask, next_value
     tl.store(mine + field, tl.where(field == 0, turn, held))
 
 
