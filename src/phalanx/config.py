@@ -94,8 +94,8 @@ class EngineConfig(BaseModel):
     ops: dict[str, str] = Field(default_factory=dict)
     """Forced back ends, ``{"attention": "reference"}``; see ``phalanx.ops.registry``."""
     all_reduce: Literal["shared_memory", "nccl"] = "shared_memory"
-    """Between GPUs: "shared_memory" adds up small tensors by a kernel that reads the other GPUs' memory, where all are
-    in one machine and see each other; large ones go through NCCL."""
+    """Between GPUs: "shared_memory" adds up tensors by a kernel that writes to the other GPUs' memory, where all are in
+    one machine and see each other; of more than two GPUs, large tensors go through NCCL."""
     plugins: tuple[str, ...] = ()
     """Modules that every rank imports before the model is built: they declare policies or register back ends."""
     collective_timeout: float = Field(default=60.0, gt=0)
