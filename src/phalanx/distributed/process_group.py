@@ -43,8 +43,8 @@ class ProcessGroup(Group):
 
     `device`: where this rank's tensors are; it decides between gloo and NCCL. `timeout`: seconds that a collective may
     take. `start_timeout`: seconds to wait for the other ranks to appear. `name`: the same on all ranks; groups of one
-    name that follow each other on one store do not mix. `shared_memory`: small tensors on GPUs are added up over memory
-    that the GPUs share, where they can. Raises GroupError if the group does not form.
+    name that follow each other on one store do not mix. `shared_memory`: tensors on GPUs, of more than two ranks small
+    ones, are added up over memory that the GPUs share, where they can. Raises GroupError if the group does not form.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ProcessGroup(Group):
             self.fault_flag = None if self._shared is None else self._shared.fault_flag
 
     def _shared_memory(self, device: torch.device) -> SymmetricMemory | None:
-        """What adds up small tensors faster than NCCL; None where the GPUs do not see each other's memory."""
+        """What adds up tensors faster than NCCL; None where the GPUs do not see each other's memory."""
         if device.type != "cuda" or self.size < 2 or find_spec("triton") is None:
             return None
         from phalanx.distributed.symmetric import SymmetricMemory
@@ -94,7 +94,7 @@ class ProcessGroup(Group):
             return SymmetricMemory(self, device)
         except (GroupError, ValueError) as error:
             self.check()
-            log.info("small tensors are added up by NCCL: %s", error)
+            log.info("tensors are added up by NCCL: %s", error)
             return None
 
     def _gloo(self) -> Any:
