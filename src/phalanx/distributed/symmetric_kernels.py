@@ -78,9 +78,9 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     for step in tl.range(0, steps):
         wanted = tl.sum(tl.where(field == 1 + turn, held, 0), 0) + (RANKS - 1)
         held = tl.where(field == 1 + turn, wanted, held)
-        # What comes next is read, and what is added, while the others are waited for.
+        # What comes next, after the last step nothing, is read while the others are waited for, and what is added.
         next_element = element + tl.num_programs(0).to(tl.int64) * ROWS * row
-        next_mask = (column < row) & (next_element < size) & (step + 1 < steps)
+        next_mask = (column < row) & (next_element < size)
         next_value = tl.load(x + next_element, mask=next_mask, other=0.0)
         if NORM:
             before = tl.load(residual + element, mask=mask, other=0.0).to(tl.float32)
