@@ -41,7 +41,7 @@ class SchedulingResult(enum.Enum):
     """A sequence would grow past ``max_model_len``."""
 
 
-FEW_TOKENS = (1, 8, 16, 32, 64)
+FEW_TOKENS = (1, 8, 16, 32, 64, 128, 256)
 """Steps of up to so many tokens run kernels of their own, which are compiled at the start too."""
 
 
