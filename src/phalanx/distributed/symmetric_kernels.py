@@ -2,7 +2,13 @@
 
 Each program has places of its own in every rank's memory and talks to the same program of the other ranks only. Sums
 are in fp32 and in the order of the ranks, so that all ranks get the same bits.
+
+A program that has given up waiting has wrong sums: it sends nothing any more, so that those of the other ranks give up
+too, and its own sums are NaN, which no token is drawn from.
 """
+
+# Only the constexpr arguments of a kernel have annotations.
+# mypy: disallow_incomplete_defs=False, disallow_untyped_defs=False
 
 from __future__ import annotations
 
@@ -12,25 +18,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _send(  # type: ignore[no-untyped-def]
-    memories, rank, value, mask, place, which, RANKS: tl.constexpr, PADDED_RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+def _send(
+    memories, rank, value, mask, place, which, failed, RANKS: tl.constexpr, PADDED_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Puts value [ROWS, BLOCK] into a place of every other rank's memory (memories [PADDED_RANKS]), and tells them."""
+    """Puts value [ROWS, BLOCK] into a place of every other rank's memory (memories [PADDED_RANKS]), and tells them;
+    nothing once this program has failed."""
     inside = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     peer = tl.arange(0, PADDED_RANKS)
-    for other in tl.static_range(RANKS):
-        if other != rank:
-            to = tl.sum(tl.where(peer == other, memories, 0), 0) + place
-            tl.store(tl.multiple_of(to.to(tl.pointer_type(value.dtype)), 16) + inside, value, mask=mask)
-    # All threads have written before one of them says so; who sees the signal then sees the values.
-    tl.debug_barrier()
-    signals = memories.to(tl.pointer_type(tl.int32)) + which
-    tl.atomic_add(signals, 1, mask=(peer < RANKS) & (peer != rank), sem="release", scope="sys")
+    if failed == 0:
+        for other in tl.static_range(RANKS):
+            if other != rank:
+                to = tl.sum(tl.where(peer == other, memories, 0), 0) + place
+                tl.store(tl.multiple_of(to.to(tl.pointer_type(value.dtype)), 16) + inside, value, mask=mask)
+        # All threads have written before one of them says so; who sees the signal then sees the values.
+        tl.debug_barrier()
+        signals = memories.to(tl.pointer_type(tl.int32)) + which
+        tl.atomic_add(signals, 1, mask=(peer < RANKS) & (peer != rank), sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["rank", "patience", "steps"])
-def all_reduce_kernel(  # type: ignore[no-untyped-def]
+def all_reduce_kernel(
     x, residual, weight, out, total, memories, state, size, row, steps, rank, patience, eps,
     RANKS: tl.constexpr, PADDED_RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     PROGRAMS: tl.constexpr, PLACES: tl.constexpr, PLACE_BYTES: tl.constexpr, PDL: tl.constexpr,
@@ -44,8 +52,9 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     which was waited for. Therefore one exchange of signals for each place is enough.
 
     memories: int64 [RANKS], addresses of every rank's memory: signals int32 [PLACES, PROGRAMS], places [PLACES, RANKS,
-    PROGRAMS], of which the second index says who writes. state: int32 [1 + 2 * PROGRAMS, 4] of this rank: whether a
-    wait was given up; for each program which place is next, and how many signals each of the three has had so far.
+    PROGRAMS], of which the second index says who writes. state: int32 [1 + 2 * PROGRAMS, 8] of this rank: whether a
+    wait was given up; for each program which place is next, how many signals each of the three has had so far, and
+    whether it has given up.
     """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
@@ -60,12 +69,12 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    mine = state + (1 + program) * 4
-    # In one read: which place is next, and all counts.
-    field = tl.arange(0, 4)
+    mine = state + (1 + program) * 8
+    # In one read. What another program says would be seen by some threads and not by others.
+    field = tl.arange(0, 8)
     held = tl.load(mine + field)
     turn = tl.sum(tl.where(field == 0, held, 0), 0)
-    failed = tl.load(state)
+    failed = tl.sum(tl.where(field == 4, held, 0), 0)
     kind: tl.constexpr = x.dtype.element_ty
     element = (program.to(tl.int64) * ROWS + line) * row + column
     mask = (column < row) & (element < size)
@@ -74,7 +83,7 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     each: tl.constexpr = PROGRAMS * PLACE_BYTES
     value = tl.load(x + element, mask=mask, other=0.0)
     mine_there = first + (turn * RANKS + rank).to(tl.int64) * each
-    _send(peers, rank, value, mask, mine_there, which, RANKS, PADDED_RANKS, BLOCK, ROWS)
+    _send(peers, rank, value, mask, mine_there, which, failed, RANKS, PADDED_RANKS, BLOCK, ROWS)
     for step in tl.range(0, steps):
         wanted = tl.sum(tl.where(field == 1 + turn, held, 0), 0) + (RANKS - 1)
         held = tl.where(field == 1 + turn, wanted, held)
@@ -91,9 +100,10 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
         while (missing > 0) & (left > 0):
             missing = wanted - tl.atomic_add(arrived, 0, sem="acquire", scope="sys")
             left -= 1
-        if missing > 0:
+        # More than is waited for cannot come either, unless the ranks have lost each other.
+        if missing != 0:
             tl.store(state, 1)
-        failed = tl.where(missing > 0, 1, failed)
+        failed = tl.where(missing != 0, 1, failed)
         tl.debug_barrier()
 
         # The next values are on their way while these are read.
@@ -102,8 +112,8 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
         which = turn * PROGRAMS + program
         if step + 1 < steps:
             mine_there = first + (turn * RANKS + rank).to(tl.int64) * each
-            _send(peers, rank, next_value, next_mask, mine_there, which, RANKS, PADDED_RANKS, BLOCK, ROWS)
-        added = tl.zeros((ROWS, BLOCK), tl.float32)
+            _send(peers, rank, next_value, next_mask, mine_there, which, failed, RANKS, PADDED_RANKS, BLOCK, ROWS)
+        added = tl.zeros((ROWS, BLOCK), tl.float32) + tl.where(failed == 0, 0.0, float("nan"))
         for other in tl.static_range(RANKS):
             theirs = value
             if other != rank:
@@ -119,25 +129,25 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
             result = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / row + eps)[:, None] * scale).to(kind)
         tl.store(out + element, result, mask=mask)
         element, mask, value = next_element, next_mask, next_value
-    tl.store(mine + field, tl.where(field == 0, turn, held))
+    tl.store(mine + field, tl.where(field == 0, turn, tl.where(field == 4, failed, held)))
 
 
 @triton.jit
-def _halves(words, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _halves(words, KIND: tl.constexpr):
     """The lower and the upper 16 bits, numbers of a KIND, as float32."""
     low = words.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
     return low, (words >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _joined(low, high, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _joined(low, high, KIND: tl.constexpr):
     """The other way round."""
     lower = low.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return lower | (high.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit(do_not_specialize=["rank", "patience"])
-def all_reduce_words_kernel(  # type: ignore[no-untyped-def]
+def all_reduce_words_kernel(
     x, residual, weight, out, total, memories, state, size, row, rank, patience, eps,
     RANKS: tl.constexpr, PADDED_RANKS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, NORM: tl.constexpr,
     PROGRAMS: tl.constexpr, FIRST_BYTE: tl.constexpr, PLACE_BYTES: tl.constexpr, PDL: tl.constexpr,
@@ -148,8 +158,8 @@ def all_reduce_words_kernel(  # type: ignore[no-untyped-def]
 
     `size` and `row` count elements. memories: from FIRST_BYTE on, places [2, RANKS, PROGRAMS], the second index says
     who writes. They are used in turn: when one is written again, its owner has read it, since it has sent the words of
-    the call between, which were waited for. state: behind what is said there, of each program how many calls it was
-    part of.
+    the call between, which were waited for. state: behind what is said there, of each program the number of its last
+    call, and whether it has given up.
     """
     program = tl.program_id(0)
     kind: tl.constexpr = x.dtype.element_ty
@@ -168,9 +178,11 @@ def all_reduce_words_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    mine = state + (1 + PROGRAMS + program) * 4
+    mine = state + (1 + PROGRAMS + program) * 8
     call = tl.load(mine) + 1
-    failed = tl.load(state)
+    # 0 is what was never written. 2 keeps the turns.
+    call = tl.where(call == 0, 2, call)
+    failed = tl.load(mine + 1)
     value = tl.load(x.to(tl.pointer_type(tl.int32)) + word, mask=mask, other=0)
     if NORM:
         before = tl.load(residual.to(tl.pointer_type(tl.int32)) + word, mask=mask, other=0)
@@ -179,7 +191,8 @@ def all_reduce_words_kernel(  # type: ignore[no-untyped-def]
     for other in tl.static_range(RANKS):
         if other != rank:
             to = tl.sum(tl.where(peer == other, peers, 0), 0) + places + rank.to(tl.int64) * PROGRAMS * PLACE_BYTES
-            tl.store(tl.multiple_of(to.to(tl.pointer_type(tl.int64)), 16) + inside, marked, mask=mask)
+            there = tl.multiple_of(to.to(tl.pointer_type(tl.int64)), 16) + inside
+            tl.store(there, marked, mask=mask & (failed == 0))
     left = tl.where(failed == 0, patience, 1)
     low = tl.zeros((ROWS, WORDS), tl.float32)
     high = tl.zeros((ROWS, WORDS), tl.float32)
@@ -196,10 +209,13 @@ def all_reduce_words_kernel(  # type: ignore[no-untyped-def]
                 left -= 1
             if missing > 0:
                 tl.store(state, 1)
+            failed = tl.where(missing > 0, 1, failed)
             theirs = found.to(tl.int32)
         more_low, more_high = _halves(theirs, kind)
         low += more_low
         high += more_high
+    poison = tl.where(failed == 0, 0.0, float("nan"))
+    low, high = low + poison, high + poison
     if NORM:
         before_low, before_high = _halves(before, kind)
         low = (low.to(kind).to(tl.float32) + before_low).to(kind).to(tl.float32)
@@ -209,3 +225,4 @@ def all_reduce_words_kernel(  # type: ignore[no-untyped-def]
         low, high = low * factor * scale_low, high * factor * scale_high
     tl.store(out.to(tl.pointer_type(tl.int32)) + word, _joined(low, high, kind), mask=mask)
     tl.store(mine, call)
+    tl.store(mine + 1, failed)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config import EngineConfig
+from phalanx.distributed.group import GroupError
 from phalanx.engine.executor import Executor
 from phalanx.engine.kv_manager import KVManager
 from phalanx.engine.memory import size_pool
@@ -41,8 +42,12 @@ class SchedulingResult(enum.Enum):
     """A sequence would grow past ``max_model_len``."""
 
 
-FEW_TOKENS = (1, 8, 16, 32, 64, 128, 256)
-"""Steps of up to so many tokens run kernels of their own, which are compiled at the start too."""
+def sizes_to_warm(token_budget: int) -> list[int]:
+    """Tokens of steps that are run at the start, besides the largest.
+
+    Kernels differ by the number of tokens: products of few rows up to 64, and sums over ranks whenever it doubles.
+    """
+    return [1, *(2**power for power in range(3, (token_budget - 1).bit_length()))]
 
 
 class SchedulingError(RuntimeError):
@@ -219,14 +224,17 @@ class InferenceEngine:
     def _warm_up(self) -> None:
         """Everything that is compiled or set up at a first use, and the graphs: no request waits for it later."""
         self.runner.profile(self.token_budget, self.max_num_seqs, self.model.num_layers)
-        for tokens in FEW_TOKENS:
+        for tokens in sizes_to_warm(self.token_budget):
             sequences = -(-tokens // self.max_model_len)
-            if tokens <= self.token_budget and sequences <= self.max_num_seqs:
+            if sequences <= self.max_num_seqs:
                 self.runner.profile(tokens, sequences)
         if self.scheduled and self.model.engine_config.cuda_graphs and self.group.capturable:
             with progress("capturing CUDA graphs", shown=self.group.rank == 0) as report:
                 self.runner.capture(self.max_num_seqs, report)
         torch.cuda.synchronize(self.model.device)
+        fault = self.group.fault_flag
+        if fault is not None and bool(fault.any()):
+            raise GroupError("a rank waited in vain for another one while the engine was warmed up")
 
     def _new_sequence(self, uid: int) -> Sequence:
         return Sequence(uid, [], 0, self.kv.new_blocks())
