@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -91,6 +92,55 @@ def test_a_rank_that_never_comes() -> None:
         alone = started.rendezvous
         with pytest.raises(GroupError, match=r"no sign of ranks \[1\] within 0.1 s"):
             ProcessGroup(type(alone)(alone.store, 0, 2, 0, alone.address), start_timeout=0.1)
+
+
+class HeldByGraphs:
+    """NCCL's side of a group whose abort returns only when no graph holds its kernels."""
+
+    def __init__(self) -> None:
+        self.graphs_are_gone = threading.Event()
+        self.aborts = 0
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self.graphs_are_gone.wait(30.0)
+
+    def allreduce(self, *_: object) -> None:
+        raise RuntimeError("a rank is gone")
+
+
+@pytest.fixture
+def held() -> Iterator[tuple[ProcessGroup, HeldByGraphs]]:
+    with ranks(1, "check") as started:
+        group, nccl = ProcessGroup(started.rendezvous, timeout=20.0), HeldByGraphs()
+        group._data = nccl
+        yield group, nccl
+        nccl.graphs_are_gone.set()
+        group.close()
+        assert nccl.aborts == 1
+        assert not any(thread.name == "phalanx-abort" for thread in threading.enumerate())
+
+
+def test_a_failure_does_not_wait_for_what_holds_the_kernels(held: tuple[ProcessGroup, HeldByGraphs]) -> None:
+    group, _ = held
+    start = time.monotonic()
+    with pytest.raises(GroupError, match=r"all_reduce of .* failed on rank 0: all ranks are there"):
+        group.all_reduce(torch.ones(2))
+    group.abort("the thread that watches says so too")
+    assert time.monotonic() - start < 1.0
+    with pytest.raises(GroupError, match="failed on rank 0"):
+        group.check()
+
+
+def test_closing_ends_the_kernels_whoever_said_first_that_something_is_wrong(
+    held: tuple[ProcessGroup, HeldByGraphs],
+) -> None:
+    group, nccl = held
+    # Another thread has got as far as this.
+    group._fault = "rank 1 was killed"
+    nccl.graphs_are_gone.set()
+    group.close()
+    assert nccl.aborts == 1
 
 
 def test_device_without_a_back_end_is_refused() -> None:

@@ -34,7 +34,7 @@ _HEAD_BYTES = 4096
 _LENGTH_BYTES = 8
 # Seconds within which all ranks that failed in the same collective have said so; who has not is at fault.
 _VERDICT_SECONDS = 2.0
-# How long NCCL is given to end; more only while a graph holds its kernels.
+# Seconds that closing waits for NCCL to end, which it does at once where no graph holds its kernels.
 _ABORT_SECONDS = 2.0
 
 
@@ -210,10 +210,13 @@ class ProcessGroup(Group):
             raise GroupError(self._fault) from error
 
     def _fail(self, what: str, error: str) -> None:
+        known = self._fault is not None
+        if not known:
+            self._fault = f"{what} failed on rank {self.rank}"
         self._stop_kernels()
         # With the last reference (a piece of work holds one too) the sockets close: who waits for this rank fails now.
         self._host = self._data = None
-        if self._fault is None:
+        if not known:
             first_line = error.partition("\n")[0]
             self._fault = f"{what} failed on rank {self.rank}: {self._culprit()} ({first_line})"
 
@@ -235,21 +238,21 @@ class ProcessGroup(Group):
     def abort(self, reason: str) -> None:
         if self._fault is None:
             self._fault = reason
-            self._stop_kernels()
+        self._stop_kernels()
 
     def _stop_kernels(self) -> None:
         """Ends NCCL's kernels that wait for a rank which may never come: the group would wait for them when it goes.
 
-        They end at once; the call itself returns only when no graph holds any of them, so it has a thread of its own.
+        They end soon. The call that ends them returns only when no graph holds any: it has a thread of its own.
         """
         # The thread that watches the other ranks and the one that works may both find that one has died.
         with self._stopping:
             data = self._data
             if self._stopper is not None or data is None or data is self._host:
                 return
-            self._stopper = threading.Thread(target=data.abort, name="phalanx-abort", daemon=True)
-            self._stopper.start()
-        self._stopper.join(_ABORT_SECONDS)
+            stopper = threading.Thread(target=data.abort, name="phalanx-abort", daemon=True)
+            stopper.start()
+            self._stopper = stopper
 
     def check(self) -> None:
         if self._fault is not None:
