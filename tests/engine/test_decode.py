@@ -98,13 +98,23 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_mixed_batches_of_longer_contexts_compile_nothing(tmp_path: Path, compiled: list[Any]) -> None:
     """Of many sequences, so that short contexts are not split, where the longest that the model takes would be."""
     config = llama_config(vocab_size=VOCAB_SIZE, max_position_embeddings=4096)
-    llm = LLM(save(llama(config), tmp_path), max_num_seqs=48, max_num_batched_tokens=2048)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": 96, "max_num_batched_tokens": 2048}
+    llm = LLM(save(llama(config), tmp_path), **settings)
     compiled.clear()
-    for longest in (700, 1500):
+    mixed, launch = 0, llm.engine.executor.launch
+
+    def noted(step: Any) -> Any:
+        nonlocal mixed
+        mixed = max(mixed, len(step.rows) if sum(row.count for row in step.rows) > len(step.rows) else 0)
+        return launch(step)
+
+    llm.engine.executor.launch = noted  # type: ignore[method-assign]
+    for longest in (650, 1500):
         chance = random.Random(longest)
-        prompts = [[chance.randrange(VOCAB_SIZE) for _ in range(chance.randint(500, longest))] for _ in range(48)]
-        llm.generate(prompts, max_tokens=20, ignore_eos=True)
+        prompts = [[chance.randrange(VOCAB_SIZE) for _ in range(chance.randint(500, longest))] for _ in range(96)]
+        llm.generate(prompts, max_tokens=100, ignore_eos=True)
     llm.close()
+    assert mixed > 90
     assert not compiled
 
 
