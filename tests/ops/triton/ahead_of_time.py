@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -62,3 +64,12 @@ def compile_for_hopper(
     registers = int(re.search(r"REG:(\d+)", report).group(1))
     stack = int(re.search(r"STACK:(\d+)", report).group(1))
     return Resources(registers, compiled.metadata.shared, stack)
+
+
+def run_uninterpreted(program: str) -> None:
+    """Runs a program that compiles kernels, in a process that does not interpret them; asserts that it ends well."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(["src", "."])
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr

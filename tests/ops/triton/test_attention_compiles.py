@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.ops.triton.ahead_of_time import run_uninterpreted
 
 PROGRAM = """
 from phalanx.ops.triton import attention, attention_invariant, attention_kernels as kernels
@@ -49,8 +47,4 @@ compiled(attention_invariant.join_kernel, attention_invariant.INVARIANT_TILES, "
 
 @pytest.mark.slow
 def test_main_variants_compile():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(["src", "."])
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr
+    run_uninterpreted(PROGRAM)

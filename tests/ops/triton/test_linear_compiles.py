@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.ops.triton.ahead_of_time import run_uninterpreted
 
 PROGRAM = """
 from phalanx.ops.triton import fp8_kernels, fp8_linear, grouped, grouped_kernels, invariant, linear, linear_kernels
@@ -110,8 +108,4 @@ for dtype, size, stages in (("bf16", 2, 4), ("fp32", 4, 2)):
 
 @pytest.mark.slow
 def test_main_variants_compile() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(["src", "."])
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr
+    run_uninterpreted(PROGRAM)
