@@ -188,11 +188,11 @@ def all_reduce_words_kernel(
         before = tl.load(residual.to(tl.pointer_type(tl.int32)) + word, mask=mask, other=0)
     marked = (value.to(tl.int64) & 0xFFFFFFFF) | (call.to(tl.int64) << 32)
     places = FIRST_BYTE + ((call & 1) * RANKS * PROGRAMS + program).to(tl.int64) * PLACE_BYTES
-    for other in tl.static_range(RANKS):
-        if other != rank:
-            to = tl.sum(tl.where(peer == other, peers, 0), 0) + places + rank.to(tl.int64) * PROGRAMS * PLACE_BYTES
-            there = tl.multiple_of(to.to(tl.pointer_type(tl.int64)), 16) + inside
-            tl.store(there, marked, mask=mask & (failed == 0))
+    if failed == 0:
+        for other in tl.static_range(RANKS):
+            if other != rank:
+                to = tl.sum(tl.where(peer == other, peers, 0), 0) + places + rank.to(tl.int64) * PROGRAMS * PLACE_BYTES
+                tl.store(tl.multiple_of(to.to(tl.pointer_type(tl.int64)), 16) + inside, marked, mask=mask)
     left = tl.where(failed == 0, patience, 1)
     low = tl.zeros((ROWS, WORDS), tl.float32)
     high = tl.zeros((ROWS, WORDS), tl.float32)
