@@ -51,6 +51,7 @@ DECODES: list[tuple[int, int | range]] = [
 DECODE_CANDIDATES = {
     "64 4w 3s": Tile(0, 64, 4, 3),
     "64 4w 2s": Tile(0, 64, 4, 2),
+    "128 4w 3s": Tile(0, 128, 4, 3),
     "32 2w 4s": Tile(0, 32, 2, 4),
     "32 4w 4s": Tile(0, 32, 4, 4),
 }
@@ -230,11 +231,12 @@ def time_decode(results: list[Result], quick: bool, heads: int, sequences: int, 
         narrow = batch(*lengths, heads, 8, len(batches), torch.float8_e4m3fn)
         runs = served(triton_attention.attention, narrow)
         variant(results, lambda: measure(runs, size // 2), **point, variant="fp8 cache")
-    most, fewest, few = triton_attention.decode_splits(calls[0], BOUND)
-    usual = "64 4w 2s" if few else "64 4w 3s"
-    tried = [(name, Splits(most, fewest, few)) for name in ([usual] if quick else DECODE_CANDIDATES)]
-    tried += [(usual, Splits(most * 2, fewest, few)), (usual, Splits(most * 4, fewest, few))]
-    tried += [(usual, Splits(max(1, most // 2), fewest, few)), (usual, Splits(most, fewest * 2, few))]
+    splits = triton_attention.decode_splits(calls[0], BOUND)
+    most, fewest = splits.most, splits.min_keys
+    usual = next(name for name, tile in DECODE_CANDIDATES.items() if tile == splits.tiles[2][128])
+    tried = [(name, splits) for name in ([usual] if quick else DECODE_CANDIDATES)]
+    others = [(most * 2, fewest), (most * 4, fewest), (max(1, most // 2), fewest), (most, fewest * 2), (most, fewest // 2)]
+    tried += [(usual, Splits(*other, splits.programs)) for other in others]
     for name, splits in tried:
         tile = DECODE_CANDIDATES[name]
         runs = [partial(triton_attention.decode, c, sequences, sequences, splits, tile) for c in calls]

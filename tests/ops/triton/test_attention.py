@@ -75,7 +75,7 @@ def test_one_variant_whether_contexts_are_split_or_not(kernel_device, monkeypatc
     monkeypatch.setattr(module, "decode_kernel", Noted())
     outs = []
     for most in (1, 4):
-        module.decode(call, 3, 3, module.Splits(most, 128))
+        module.decode(call, 3, 3, module.Splits(most, 128, 24))
         outs.append(call.out.clone())
     assert kinds[0] == kinds[1]
     torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-3)

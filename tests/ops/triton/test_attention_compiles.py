@@ -33,6 +33,8 @@ def compiled(kernel, table, dtype, cache, size, **features):
 compiled(kernels.decode_kernel, attention.DECODE_TILES, "bf16", "bf16", 128)
 compiled(kernels.decode_kernel, attention.DECODE_TILES, "bf16", "fp8e4nv", 128)
 compiled(kernels.decode_kernel, attention.FEW_DECODE_TILES, "bf16", "bf16", 128)
+compiled(kernels.decode_kernel, attention.MANY_DECODE_TILES, "bf16", "bf16", 128)
+compiled(kernels.decode_kernel, attention.MANY_DECODE_TILES, "bf16", "fp8e4nv", 128)
 compiled(kernels.merge_kernel, attention.DECODE_TILES, "bf16", "bf16", 128, BLOCK_H=8, AT_ONCE=4, EAGER=False)
 compiled(kernels.merge_kernel, attention.FEW_DECODE_TILES, "bf16", "bf16", 128, BLOCK_H=1, AT_ONCE=32, EAGER=True)
 compiled(prefill.prefill_kernel, attention.PREFILL_TILES, "bf16", "bf16", 128)

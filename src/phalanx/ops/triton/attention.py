@@ -36,15 +36,21 @@ FEW_DECODE_TILES = {
     2: {128: Tile(0, 64, 4, 2), 256: Tile(0, 32, 4, 3)},
     4: {256: Tile(0, 16, 4, 2)},
 }
+# And where it is so large that contexts are hardly split: steps are longer, since most sequences are of other lengths.
+MANY_DECODE_TILES = {
+    2: {128: Tile(0, 128, 4, 3), 256: Tile(0, 32, 4, 3)},
+    4: {256: Tile(0, 16, 4, 2)},
+}
 PREFILL_TILES = {
     2: {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 5), 256: Tile(128, 64, 8, 2)},
     4: {256: Tile(16, 32, 8, 2)},
 }
 # As measured on an H200: programs of a decode for each multiprocessor, where contexts are long enough; keys of a split
-# for each program that there is without splits, and at least and at most; of how many such programs a batch is small.
+# for each program that there is without splits, and at least and at most (long splits leave the longest contexts for the
+# end, short ones cost batches of equal contexts); up to how many such programs a batch is small, and from how many large.
 DECODE_WAVES = 16
-SPLIT_KEYS, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 2, 64, 1024
-FEW_PROGRAMS = 64
+SPLIT_KEYS, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 2, 64, 640
+FEW_PROGRAMS, MANY_PROGRAMS = 64, 513
 MAX_SPLITS = 64
 # A sequence of one token that walks no more keys than this is not worth kernels of its own in a mixed batch.
 SHORT_CONTEXT = 512
@@ -163,12 +169,24 @@ class Call:
 
 
 class Splits(NamedTuple):
-    """How decodes share contexts out: at most `most` splits of at least `min_keys` keys; `few` sequences, or enough of
-    them to fill the device."""
+    """How decodes share contexts out: at most `most` splits of at least `min_keys` keys. `programs`: as many as there are
+    without splits."""
 
     most: int
     min_keys: int
-    few: bool = False
+    programs: int
+
+    @property
+    def few(self) -> bool:
+        """Whether the batch is small."""
+        return self.programs <= FEW_PROGRAMS
+
+    @property
+    def tiles(self) -> dict[int, dict[int, Tile]]:
+        """The sizes for a batch that is as large."""
+        if self.few:
+            return FEW_DECODE_TILES
+        return DECODE_TILES if self.programs < MANY_PROGRAMS else MANY_DECODE_TILES
 
 
 def decode_splits(call: Call, max_seq_len: int) -> Splits:
@@ -177,12 +195,12 @@ def decode_splits(call: Call, max_seq_len: int) -> Splits:
     wanted = DECODE_WAVES * multiprocessors(call.q.device) / programs
     count = 2 ** max(0, round(math.log2(wanted)))
     min_keys = min(max(SPLIT_KEYS * programs, LEAST_SPLIT_KEYS), MOST_SPLIT_KEYS)
-    return Splits(max(1, min(count, MAX_SPLITS, max_seq_len // min_keys)), min_keys, programs <= FEW_PROGRAMS)
+    return Splits(max(1, min(count, MAX_SPLITS, max_seq_len // min_keys)), min_keys, programs)
 
 
 def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | None = None) -> None:
     """Sequences of one new token; `clear`: rows of out that are cleared where they are padding."""
-    tile = tile or call.tile(FEW_DECODE_TILES if splits.few else DECODE_TILES)
+    tile = tile or call.tile(splits.tiles)
     rows = max(16, min(64, triton.next_power_of_2(call.group)))
     sequences, out = call.seq_lens.shape[0], call.out
     count, min_blocks = splits.most, triton.cdiv(splits.min_keys, tile.keys)
@@ -192,7 +210,7 @@ def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | N
     stats = parts[sums:]
     pdl = launches_early(out.device)
     options = {"launch_pdl": True} if pdl else {}
-    decode_kernel[count, call.kv_heads * triton.cdiv(call.group, rows), programs](
+    decode_kernel[call.kv_heads * triton.cdiv(call.group, rows), programs, count](
         *call.tensors,
         parts,
         stats,

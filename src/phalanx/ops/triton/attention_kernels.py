@@ -168,16 +168,17 @@ def decode_kernel(
     BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sequences of one new token; program (split, KV head and tile of its query heads, sequence or row).
+    """Sequences of one new token; program (KV head and tile of its query heads, sequence or row, split).
 
     A context of one split is finished here; of several, each leaves its sums in `parts` [sequences, heads, splits,
     HEAD_SIZE] and (peak, total) in `stats` [sequences, heads, splits, 2]. Other sequences are left alone. Program i
     also clears row i where that is padding (num_rows 0: nothing is cleared).
     """
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1) % KV_HEADS
-    tile = tl.program_id(1) // KV_HEADS
-    sequence = tl.program_id(2)
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = tl.program_id(0) // KV_HEADS
+    sequence = tl.program_id(1)
+    # The last ones to start are those for which short contexts have nothing to do.
+    split = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
