@@ -235,7 +235,8 @@ def time_decode(results: list[Result], quick: bool, heads: int, sequences: int, 
     most, fewest = splits.most, splits.min_keys
     usual = next(name for name, tile in DECODE_CANDIDATES.items() if tile == splits.tiles[2][128])
     tried = [(name, splits) for name in ([usual] if quick else DECODE_CANDIDATES)]
-    others = [(most * 2, fewest), (most * 4, fewest), (max(1, most // 2), fewest), (most, fewest * 2), (most, fewest // 2)]
+    others = [(most * 2, fewest), (most * 4, fewest), (max(1, most // 2), fewest)]
+    others += [(most, fewest * 2), (most, fewest // 2)]
     tried += [(usual, Splits(*other, splits.programs)) for other in others]
     for name, splits in tried:
         tile = DECODE_CANDIDATES[name]

@@ -46,8 +46,9 @@ PREFILL_TILES = {
     4: {256: Tile(16, 32, 8, 2)},
 }
 # As measured on an H200: programs of a decode for each multiprocessor, where contexts are long enough; keys of a split
-# for each program that there is without splits, and at least and at most (long splits leave the longest contexts for the
-# end, short ones cost batches of equal contexts); up to how many such programs a batch is small, and from how many large.
+# for each program that there is without splits, and at least and at most (long splits leave the longest contexts for
+# the end, short ones cost batches of equal contexts); up to how many such programs a batch is small, and from how many
+# it is large.
 DECODE_WAVES = 16
 SPLIT_KEYS, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 2, 64, 640
 FEW_PROGRAMS, MANY_PROGRAMS = 64, 513
@@ -169,8 +170,8 @@ class Call:
 
 
 class Splits(NamedTuple):
-    """How decodes share contexts out: at most `most` splits of at least `min_keys` keys. `programs`: as many as there are
-    without splits."""
+    """How decodes share contexts out: at most `most` splits of at least `min_keys` keys. `programs`: as many as there
+    are without splits."""
 
     most: int
     min_keys: int

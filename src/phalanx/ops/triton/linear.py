@@ -50,14 +50,14 @@ def rows_tile(rows: int, out_features: int, in_features: int, processors: int) -
     wide, deep = out_features >= 2 * 64 * processors, in_features >= 2 * out_features
     if in_features % 256 or out_features < 24 * processors:
         return None
-    if rows <= 8:
-        if out_features <= in_features:
-            return None
-        return RowsTile(8, 128, 128, 4, True) if wide else RowsTile(8, 64, 256, 4, True)
     if rows <= 16:
-        if deep:
+        if deep and rows <= 8:
+            return None
+        if wide:
+            return RowsTile(16, 128, 128, 4, True)
+        if out_features <= in_features and rows > 4:
             return RowsTile(16, 32, 256, 6, False, 512)
-        return RowsTile(16, 128, 128, 4, True) if wide else RowsTile(16, 64, 128, 6, True)
+        return RowsTile(16, 64, 128, 8, True)
     if rows <= 32:
         if deep:
             return None
