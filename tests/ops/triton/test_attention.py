@@ -47,6 +47,38 @@ def test_equals_the_reference(kernel_device, sizes, heads, kv_heads, head_size, 
     assert not found[int(case["cu_seqlens_q"][-1]) :].any()
 
 
+def test_sizes_for_few_and_for_many_sequences(kernel_device):
+    """A small batch, one that fills the device, and a large one: each table of sizes is taken for some."""
+    case = ragged([(1, 3)] * 70, 8, 8, 16, device=kernel_device)
+    del case["max_query_len"], case["max_seq_len"]
+    taken = []
+    for sequences in (8, 9, 64, 65):
+        lengths = {"cu_seqlens_q": case["cu_seqlens_q"][: sequences + 1], "seq_lens": case["seq_lens"][:sequences]}
+        call = module.Call(**case | lengths | {"key_bias": None})
+        taken.append(module.decode_splits(call, 131072).tiles)
+    few, usual, many = module.FEW_DECODE_TILES, module.DECODE_TILES, module.MANY_DECODE_TILES
+    assert [few, usual, usual, many] == taken and usual != many != few
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "dtype", "options"),
+    [
+        (4, 1, 128, torch.bfloat16, {"padding": 2}),
+        (2, 2, 80, torch.float16, WINDOWED | {"window": 150}),
+        (2, 1, 128, torch.bfloat16, CAPPED | BIASED | {"cache_dtype": torch.float8_e4m3fn}),
+    ],
+)
+@pytest.mark.parametrize("programs", [(0, 1), (0, 1 << 20), (1 << 20, 1 << 20)])
+def test_all_sizes_equal_the_reference(
+    kernel_device, monkeypatch, heads, kv_heads, head_size, dtype, options, programs
+):
+    monkeypatch.setattr(module, "FEW_PROGRAMS", programs[0])
+    monkeypatch.setattr(module, "MANY_PROGRAMS", programs[1])
+    sizes = [(1, 1300), (0, 3), (1, 127), (1, 0)]
+    case = ragged(sizes, heads, kv_heads, head_size, dtype=dtype, device=kernel_device, **options)
+    assert relative_error(check_written(attention, case), exact(case)) < TOLERANCE[dtype]
+
+
 def test_splits_follow_shapes_not_contexts(kernel_device):
     """A graph captured for long contexts shares short ones out over as many programs."""
     case = ragged([(1, 1023)], 32, 8, 16, device=kernel_device)
