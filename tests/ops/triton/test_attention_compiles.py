@@ -35,8 +35,10 @@ compiled(kernels.decode_kernel, attention.DECODE_TILES, "bf16", "fp8e4nv", 128)
 compiled(kernels.decode_kernel, attention.FEW_DECODE_TILES, "bf16", "bf16", 128)
 compiled(kernels.decode_kernel, attention.MANY_DECODE_TILES, "bf16", "bf16", 128)
 compiled(kernels.decode_kernel, attention.MANY_DECODE_TILES, "bf16", "fp8e4nv", 128)
-compiled(kernels.merge_kernel, attention.DECODE_TILES, "bf16", "bf16", 128, BLOCK_H=8, AT_ONCE=4, EAGER=False)
-compiled(kernels.merge_kernel, attention.FEW_DECODE_TILES, "bf16", "bf16", 128, BLOCK_H=1, AT_ONCE=32, EAGER=True)
+for few, merge in ((False, attention.MERGES), (True, attention.FEW_MERGES)):
+    tables = {2: {128: attention.Tile(0, 64, merge.warps, 3)}}
+    features = dict(BLOCK_H=merge.heads, AT_ONCE=merge.splits, EAGER=few)
+    compiled(kernels.merge_kernel, tables, "bf16", "bf16", 128, **features)
 compiled(prefill.prefill_kernel, attention.PREFILL_TILES, "bf16", "bf16", 128)
 compiled(prefill.prefill_kernel, attention.PREFILL_TILES, "bf16", "fp8e4nv", 64, WINDOW=True)
 compiled(prefill.prefill_kernel, attention.PREFILL_TILES, "fp16", "fp16", 256, CAPPED=True, BIASED=True)

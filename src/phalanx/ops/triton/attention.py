@@ -26,6 +26,14 @@ class Tile(NamedTuple):
     stages: int
 
 
+class MergeTile(NamedTuple):
+    """Sizes of the kernel that joins splits: query heads of a program, and splits that it reads together."""
+
+    heads: int
+    splits: int
+    warps: int
+
+
 # By element size of q, then by the largest head size (a power of two): the first entry that is large enough.
 DECODE_TILES = {
     2: {128: Tile(0, 64, 4, 3), 256: Tile(0, 32, 4, 3)},
@@ -36,7 +44,7 @@ FEW_DECODE_TILES = {
     2: {128: Tile(0, 64, 4, 2), 256: Tile(0, 32, 4, 3)},
     4: {256: Tile(0, 16, 4, 2)},
 }
-# And where it is so large that contexts are hardly split: steps are longer, since most sequences are of other lengths.
+# And where it is large: longer steps suit contexts of unequal lengths, which served ones have (equal ones lose 3 %).
 MANY_DECODE_TILES = {
     2: {128: Tile(0, 128, 4, 3), 256: Tile(0, 32, 4, 3)},
     4: {256: Tile(0, 16, 4, 2)},
@@ -53,6 +61,8 @@ DECODE_WAVES = 16
 SPLIT_KEYS, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 2, 64, 640
 FEW_PROGRAMS, MANY_PROGRAMS = 64, 513
 MAX_SPLITS = 64
+# One warp keeps the splits of a head in its registers.
+MERGES, FEW_MERGES = MergeTile(8, 4, 4), MergeTile(1, 16, 1)
 # A sequence of one token that walks no more keys than this is not worth kernels of its own in a mixed batch.
 SHORT_CONTEXT = 512
 
@@ -231,9 +241,8 @@ def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | N
     )
     if count > 1:
         # Of few sequences each head is joined at once; of many, programs that find nothing to join would take long.
-        at_once = (32 if splits.min_keys < 128 else 16) if splits.few else 4
-        block_h = 1 if splits.few else min(8, triton.next_power_of_2(call.heads))
-        merge_kernel[triton.cdiv(call.heads, block_h), sequences](
+        merge = FEW_MERGES if splits.few else MERGES
+        merge_kernel[triton.cdiv(call.heads, merge.heads), sequences](
             parts,
             stats,
             call.cu_seqlens,
@@ -247,11 +256,11 @@ def decode(call: Call, programs: int, clear: int, splits: Splits, tile: Tile | N
             BLOCK_D=call.block_d,
             BLOCK_N=tile.keys,
             WINDOW=call.window is not None,
-            BLOCK_H=block_h,
-            AT_ONCE=at_once,
+            BLOCK_H=merge.heads,
+            AT_ONCE=merge.splits,
             EAGER=splits.few,
             PDL=pdl,
-            num_warps=4,
+            num_warps=merge.warps,
             **options,
         )
 
