@@ -42,6 +42,9 @@ DECODES: list[tuple[int, int | range]] = [
     (8, 1024),
     (8, 8192),
     (32, range(200, 1501)),
+    # As a batch is when a part of its requests have ended.
+    (52, range(950, 2051)),
+    (77, range(800, 1801)),
     (128, range(200, 1501)),
     (256, range(200, 1501)),
     (64, 1024),
