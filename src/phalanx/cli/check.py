@@ -21,7 +21,9 @@ DIFFERS = 1
 
 @grouped
 def check(
-    model: Annotated[str, typer.Argument(help="A folder with weights, or a folder or config.json without.")],
+    model: Annotated[
+        str, typer.Argument(help="A model as `generate` takes it, or a folder or config.json without weights.")
+    ],
     random: Annotated[
         bool,
         typer.Option(
