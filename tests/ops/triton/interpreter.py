@@ -20,8 +20,9 @@ TORCH = {
 def complete() -> None:
     """Lets interpreted loops run to bounds that were loaded (numpy 2.4 no longer makes an int of an array of one), and
     makes `tl.dot` take bfloat16, which the interpreter holds as its bits. And what a GPU does: numbers are rounded to
-    shorter ones, not cut off, NaN stays NaN in e4m3, and of a number and NaN the larger and the smaller one are the
-    number.
+    shorter ones, not cut off, NaN stays NaN in e4m3, of a number and NaN the larger and the smaller one are the number,
+    and a row of a product has the same bits whatever stands beside it (numpy's sums depend on shapes and the processor,
+    which does not show once sums of float64 are rounded).
     """
     if hasattr(interpreter, "completed"):
         return
@@ -38,6 +39,13 @@ def complete() -> None:
         bits = handle.data.astype(np.uint32) << 16
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
+    def multiplied(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
+        a, b = widened(a), widened(b)
+        if not np.issubdtype(total.data.dtype, np.floating):
+            return dot(self, a, b, total, *rest)
+        wide = interpreter.TensorHandle(total.data.astype(np.float64), tl.float64)
+        return interpreter.TensorHandle(dot(self, a, b, wide, *rest).data.astype(total.data.dtype), total.dtype.scalar)
+
     convert, builder = interpreter._convert_float, interpreter.InterpreterBuilder
 
     def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
@@ -49,6 +57,6 @@ def complete() -> None:
 
     interpreter._convert_float = converted
     interpreter._patch_lang_tensor = patched
-    builder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+    builder.create_dot = multiplied
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)

@@ -11,7 +11,7 @@
 enum { LANES = PANEL / W };   // vectors of a row of a panel
 
 // The kernel for machines without AMX: N rows of x times one panel -> sums [N][32]. Long sums are added up from runs of
-// 256: the rounding error of a run grows with its length.
+// 128: the rounding error of a run grows with its length.
 struct PanelRows {   // input features k and k + 1 of a panel as vectors
     vec at[2][LANES];
     PanelRows(const float* w, long k) {
@@ -30,7 +30,7 @@ static void multiply_panel(const float* x, long stride, long in, const Wt* w, fl
     vec total[N][LANES] = {};
     for (long k = 0; k < in;) {
         vec sums[N][LANES] = {};
-        for (const long end = least(in, k + 256); k < end; k += 2) {
+        for (const long end = least(in, k + 128); k < end; k += 2) {
             const PanelRows rows(w, k);
             for (int r = 0; r < N; r++)
                 for (int j = 0; j < LANES; j++) sums[r][j] += x[r * stride + k] * rows.at[0][j];
