@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
 
 class MergeTile(NamedTuple):
-    """Sizes of the kernel that joins splits: query heads of a program, and splits that it reads together."""
+    """Sizes of the kernel that joins splits: query heads and warps of a program, and splits that it reads together."""
 
     heads: int
     splits: int
@@ -40,15 +40,9 @@ DECODE_TILES = {
     4: {256: Tile(0, 16, 4, 2)},
 }
 # The same where a batch is too small to fill the device, so that its contexts are split finely.
-FEW_DECODE_TILES = {
-    2: {128: Tile(0, 64, 4, 2), 256: Tile(0, 32, 4, 3)},
-    4: {256: Tile(0, 16, 4, 2)},
-}
+FEW_DECODE_TILES = DECODE_TILES | {2: DECODE_TILES[2] | {128: Tile(0, 64, 4, 2)}}
 # And where it is large: longer steps suit contexts of unequal lengths, which served ones have (equal ones lose 3 %).
-MANY_DECODE_TILES = {
-    2: {128: Tile(0, 128, 4, 3), 256: Tile(0, 32, 4, 3)},
-    4: {256: Tile(0, 16, 4, 2)},
-}
+MANY_DECODE_TILES = DECODE_TILES | {2: DECODE_TILES[2] | {128: Tile(0, 128, 4, 3)}}
 PREFILL_TILES = {
     2: {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 5), 256: Tile(128, 64, 8, 2)},
     4: {256: Tile(16, 32, 8, 2)},
